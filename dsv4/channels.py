@@ -21,8 +21,18 @@ Ends = tuple[torch.device, torch.device]
 # Set, sender, receiver, use.
 _FAULT_WORDS = 4
 WORD_BYTES = 8
+# What a word has of the rows.
+VALUE_BYTES = 4
+HALF_BYTES = 2
 COUNT_BYTES = 8
 _COUNTS = 1 << 32
+
+
+def value_bytes(nbytes: int) -> int:
+    """What a word has of ``nbytes`` of rows: half as much where they are no whole values, as those
+    of one token of an odd width in 16 bit.
+    """
+    return VALUE_BYTES if nbytes % VALUE_BYTES == 0 else HALF_BYTES
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,12 @@ from itertools import pairwise
 import torch
 
 from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
-from dsv4.channels import COUNT_BYTES, WORD_BYTES, Ends
+from dsv4.channels import COUNT_BYTES, WORD_BYTES, Ends, value_bytes
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.parallel.placement import Placement
 from dsv4.peers import SLOTS, InboxLayout
-
-_VALUE_BYTES = 4
 
 
 def arrival_bytes(config: ModelConfig, engine: EngineConfig) -> int:
@@ -29,7 +27,10 @@ def channel_words(
     that these send back.
     """
     itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
-    hidden = config.hidden_size * itemsize // _VALUE_BYTES
+    row_bytes = config.hidden_size * itemsize
+    hidden = row_bytes // value_bytes(row_bytes)
+    streams_bytes = config.hc_mult * row_bytes
+    streams = streams_bytes // value_bytes(streams_bytes)
     *_, last = placement.layer_devices
     others = [device for device in placement.devices if device != last]
     values = {(last, other): hidden for other in others}
@@ -37,7 +38,7 @@ def channel_words(
     for source, target in pairwise(placement.layer_devices):
         if source != target:
             between = values.get((source, target), 0)
-            values[source, target] = max(between, config.hc_mult * hidden)
+            values[source, target] = max(between, streams)
     return {ends: MAX_DECODE_TOKENS * found for ends, found in values.items()}
 
 

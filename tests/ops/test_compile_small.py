@@ -12,6 +12,11 @@ KERNELS: list[tuple[str, Defines, tuple[str, ...]]] = [
     ("channel/channel", (("EARLY", 0),), ("receive_rows", "send_rows", "take_tokens")),
     ("channel/channel", (("EARLY", 1),), ("receive_rows", "send_rows", "take_tokens")),
     (
+        "channel/channel",
+        (("EARLY", 0), ("HALVES", 1)),
+        ("receive_rows", "send_rows", "take_tokens"),
+    ),
+    (
         "draft_rows/draft_rows",
         (),
         ("begin_rows", "token_mixing", "shift_streams", "recall_streams"),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv4.channels import Ends
+from dsv4.checkpoint.layouts import format_in
+from dsv4.engine_config import EngineConfig
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
 from dsv4.parallel.meeting_bytes import channel_bytes
@@ -21,8 +23,10 @@ from dsv4.step.captured import Mode, part_device, regions_of
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.recorder import StepRecorder, record_step
+from dsv4.weights.parameters import parameters
+from tests.ops.cases import tiny_config
 from tests.step.memory_order import FakeEvent, FakeStream, SharedMemory
-from tests.step.planned_model import ENGINE, META, PlannedModel, demo, fake_step, geometry
+from tests.step.planned_model import ENGINE, GPUS, META, PlannedModel, demo, fake_step, geometry
 
 TOKENS = (1, 2, 5, 8)
 PLANNED = {
@@ -165,6 +169,22 @@ def test_what_is_received_was_sent_in_front_of_it(planned: PlannedModel, tokens:
     assert left == ({(head, other): [2] for other in others} if tokens == 1 else {})
     assert step.channels is planned.state.channels
     assert step.channel_uses == max(counts.values())
+
+
+@pytest.mark.parametrize("streams", [1, 3, 4])
+def test_rows_of_an_odd_width_have_room(streams: int) -> None:
+    """Of one token or three they are no whole values: streams, and hidden states for a head that
+    devices share.
+    """
+    widths = {"num_attention_heads": 1, "o_groups": 1, "qk_rope_head_dim": 8}
+    config = tiny_config(hidden_size=65, vocab_size=131_072, hc_mult=streams, **widths)
+    stored = [(p, format_in("bf16", p)) for p in parameters(config).values()]
+    devices = Placement.pipeline([1] * config.num_hidden_layers, GPUS[:2]).layer_devices
+    odd = PlannedModel.of(config, stored, devices, EngineConfig(max_context=64))
+    assert len(odd.shares) == 2
+    for tokens in (*TOKENS, 7):
+        step = odd.record(tokens)
+        uses(odd, step, list(step.parts))
 
 
 def test_a_choice_counts_its_own_uses_alone(

@@ -3,11 +3,17 @@
 // says which use of the channel it belongs to, so there is no fence, no flag and no reset. Both
 // ends count the uses, each for itself (launch_number.cuh).
 //
-// Defines: EARLY (1: the next kernel may start while what is in front of this one still runs).
+// Defines: EARLY (1: the next kernel may start while what is in front of this one still runs),
+// HALVES (a word has 16 bits of the rows, which are no whole values of 32 bits).
 #include "launch_number.cuh"
 #include "words.cuh"
 
-using bits32 = unsigned;  // of values of any type
+// Of values of any type.
+#ifdef HALVES
+using bits = unsigned short;
+#else
+using bits = unsigned;
+#endif
 using count64 = unsigned long long;
 
 // One end of a channel in this use of it.
@@ -33,20 +39,20 @@ struct Fault {
 };
 
 // The value of a word when it has come.
-__device__ __forceinline__ bits32 wait_for(const word64* word, unsigned tag, const Fault& fault) {
+__device__ __forceinline__ unsigned wait_for(const word64* word, unsigned tag,
+                                             const Fault& fault) {
     word64 found = load_word(word);
-    if (tag_of(found) == tag) return bits32(found);
+    if (tag_of(found) == tag) return unsigned(found);
     const long long end = clock64() + WAIT_CYCLES;
     while (tag_of(found) != tag) {
         if (clock64() > end) give_up_waiting(fault.words, fault.sender, fault.receiver, int(tag));
         found = load_word(word);
     }
-    return bits32(found);
+    return unsigned(found);
 }
 
-// words = rows, `count` values of 32 bits.
-extern "C" __global__ void send_rows(const bits32* rows, word64* words, count64* uses,
-                                     int count) {
+// words = rows, `count` values.
+extern "C" __global__ void send_rows(const bits* rows, word64* words, count64* uses, int count) {
     pdl_launch();
     pdl_wait();
     const End end(uses);
@@ -57,7 +63,7 @@ extern "C" __global__ void send_rows(const bits32* rows, word64* words, count64*
 
 // rows = words: value i goes to column i % width of row i / width, which are `pitch` apart.
 extern "C" __global__ void receive_rows(const word64* words, count64* uses, int* fault, int sender,
-                                        int receiver, bits32* rows, int count, int width,
+                                        int receiver, bits* rows, int count, int width,
                                         int pitch) {
     if (EARLY) pdl_launch();
     pdl_wait();
@@ -66,7 +72,7 @@ extern "C" __global__ void receive_rows(const word64* words, count64* uses, int*
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at < count)
         rows[(int64)(at / width) * pitch + at % width] =
-            wait_for(words + at, end.tag, {fault, sender, receiver});
+            bits(wait_for(words + at, end.tag, {fault, sender, receiver}));
     end.close();
 }
 

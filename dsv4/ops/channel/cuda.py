@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.channels import Channel
+from dsv4.channels import HALF_BYTES, Channel, value_bytes
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
@@ -11,11 +11,10 @@ from dsv4.launch.recording import Recording
 
 _SOURCE = "channel/channel"
 _THREADS = 256
-_VALUE_BYTES = 4
 
 
 def send_rows(recording: Recording, channel: Channel, rows: Tensor) -> None:
-    """Rows without gaps, of a multiple of 4 bytes, into ``channel``, on its source.
+    """Rows without gaps, of a multiple of 2 bytes, into ``channel``, on its source.
 
     Raises ``ValueError`` for other rows, and for more than the channel has room for.
     """
@@ -23,7 +22,7 @@ def send_rows(recording: Recording, channel: Channel, rows: Tensor) -> None:
     count = _values(channel, rows)
     recording.reach(channel.words_W)
     recording.launch(
-        Shape(_kernel("send_rows"), ceil_div(count, _THREADS), _THREADS),
+        Shape(_kernel("send_rows", rows), ceil_div(count, _THREADS), _THREADS),
         rows=rows,
         words=channel.words_W,
         uses=channel.sent_1,
@@ -36,11 +35,11 @@ def receive_rows(recording: Recording, channel: Channel, rows: Tensor, early: bo
     ``early``: it comes soon, so that the next kernel may start in front of it.
 
     Raises ``ValueError`` as ``send_rows``, for gaps inside a row, and for columns that are no whole
-    values of 32 bits in each row.
+    values in each row.
     """
     count = _values(channel, rows)
     width, pitch = _steps(rows, count)
-    kernel = _kernel("receive_rows", early)
+    kernel = _kernel("receive_rows", rows, early)
     recording.launch(
         Shape(kernel, ceil_div(count, _THREADS), _THREADS, settles=not early),
         **_received(channel),
@@ -60,7 +59,7 @@ def take_tokens(recording: Recording, channel: Channel, tokens_T: Tensor, given_
     expect("given_1", given_1, torch.int64, (1,))
     _values(channel, tokens_T)
     recording.launch(
-        Shape(_kernel("take_tokens"), 1, 32, settles=True),
+        Shape(_kernel("take_tokens", tokens_T), 1, 32, settles=True),
         **_received(channel),
         given=given_1,
         tokens=tokens_T,
@@ -68,8 +67,9 @@ def take_tokens(recording: Recording, channel: Channel, tokens_T: Tensor, given_
     )
 
 
-def _kernel(function: str, early: bool = False) -> Kernel:
-    return Kernel(_SOURCE, function, (("EARLY", int(early)),))
+def _kernel(function: str, rows: Tensor, early: bool = False) -> Kernel:
+    halves = (("HALVES", 1),) if _unit(rows) == HALF_BYTES else ()
+    return Kernel(_SOURCE, function, (("EARLY", int(early)), *halves))
 
 
 def _received(channel: Channel) -> dict[str, Tensor | int]:
@@ -82,8 +82,14 @@ def _received(channel: Channel) -> dict[str, Tensor | int]:
     }
 
 
+def _unit(rows: Tensor) -> int:
+    """Bytes of a value. Both ends go by the bytes of all rows, which both of them know."""
+    return value_bytes(rows.numel() * rows.itemsize)
+
+
 def _steps(rows: Tensor, count: int) -> tuple[int, int]:
-    """Values of 32 bits in a row, and from its start to the next one's."""
+    """Values in a row, and from its start to the next one's."""
+    unit = _unit(rows)
     width = rows.itemsize * rows.shape[-1]
     pitch = width
     if rows.dim() == 2:
@@ -91,25 +97,24 @@ def _steps(rows: Tensor, count: int) -> tuple[int, int]:
         pitch = rows.itemsize * rows.stride(0)
     else:
         expect("rows", rows, rows.dtype, tuple(rows.shape))
-    if width % _VALUE_BYTES == 0 and pitch % _VALUE_BYTES == 0:
-        return width // _VALUE_BYTES, pitch // _VALUE_BYTES
+    if width % unit == 0 and pitch % unit == 0:
+        return width // unit, pitch // unit
     if rows.is_contiguous():
         # They follow each other: values may belong to two of them.
         return count, count
-    expected = f"multiples of {_VALUE_BYTES}"
-    raise ValueError(f"rows: found {width} bytes every {pitch}, expected {expected}")
+    raise ValueError(f"rows: found {width} bytes every {pitch}, expected multiples of {unit}")
 
 
 def _values(channel: Channel, rows: Tensor) -> int:
-    """Of 32 bits, in rows that fit."""
-    if not is_aligned(rows, _VALUE_BYTES):
-        expected = f"multiples of {_VALUE_BYTES}"
+    """How many, in rows that fit."""
+    unit = _unit(rows)
+    if not is_aligned(rows, unit):
+        expected = f"multiples of {unit}"
         raise ValueError(f"rows: found an address between {expected}, expected one of them")
     nbytes = rows.numel() * rows.itemsize
     room = channel.words_W.shape[0]
-    if nbytes % _VALUE_BYTES or nbytes // _VALUE_BYTES > room:
+    if nbytes % unit or nbytes // unit > room:
         raise ValueError(
-            f"rows: found {nbytes} bytes, expected a multiple of {_VALUE_BYTES} up to "
-            f"{room * _VALUE_BYTES}"
+            f"rows: found {nbytes} bytes, expected a multiple of {HALF_BYTES} up to {room * unit}"
         )
-    return nbytes // _VALUE_BYTES
+    return nbytes // unit

@@ -48,12 +48,22 @@ def test_a_token_is_two_values() -> None:
     assert taken.shape.settles
 
 
+def test_rows_that_are_no_whole_values_go_by_halves() -> None:
+    for op in (send_rows, receive_rows):
+        for tokens, halves in ((1, True), (2, False), (3, True)):
+            (launch,) = launches(op, CHANNEL, meta(tokens, 33), tokens=tokens)
+            assert ("HALVES" in dict(launch.shape.kernel.defines)) is halves
+            assert launch.arguments["count"] == 33 * tokens // (1 if halves else 2)
+
+
 def test_other_rows_are_refused() -> None:
     for op in (send_rows, receive_rows):
-        with pytest.raises(ValueError, match="rows: found 16400 bytes, expected .* 4 up to 16384"):
+        with pytest.raises(ValueError, match="rows: found 16400 bytes, expected .* 2 up to 16384"):
             launches(op, CHANNEL, meta(1, 8200), tokens=1)
-        with pytest.raises(ValueError, match="rows: found 6 bytes, expected a multiple of 4"):
-            launches(op, CHANNEL, meta(1, 3), tokens=1)
+        with pytest.raises(ValueError, match="rows: found 3 bytes, expected a multiple of 2"):
+            launches(op, CHANNEL, meta(1, 3, dtype=torch.uint8), tokens=1)
+        with pytest.raises(ValueError, match="rows: found 8194 bytes, expected .* 2 up to 8192"):
+            launches(op, CHANNEL, meta(1, 4097), tokens=1)
         with pytest.raises(ValueError, match=r"rows: found strides \(1, 2\)"):
             launches(op, CHANNEL, meta(8, 2).T, tokens=2)
         with pytest.raises(ValueError, match="rows: found an address between multiples of 4"):

@@ -94,6 +94,21 @@ def test_values_of_two_rows(width: int) -> None:
     assert torch.equal(found, rows)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_of_an_odd_number_of_halves(tokens: int) -> None:
+    """Nothing behind them is touched; what was sent before had whole values."""
+    channel = channel_on_cpu(64)
+    whole = normal(2, 5, seed=2).bfloat16()
+    send(channel, whole)
+    receive(channel, torch.zeros_like(whole))
+    rows = normal(tokens, 5, seed=1).bfloat16()
+    memory = torch.full((5 * tokens + 1,), 7.0, dtype=torch.bfloat16)
+    send(channel, rows)
+    receive(channel, memory[:-1].view(tokens, 5))
+    assert torch.equal(memory[:-1].view(tokens, 5), rows)
+    assert memory[-1] == 7
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     channel = channel_on_cpu(1024)
