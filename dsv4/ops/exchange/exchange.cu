@@ -1,7 +1,12 @@
 // What ranks do with each other beside the kernels that push and poll themselves.
 //
-// Defines: RANKS, OWNERS (sum_ranks: RANKS, or 1 where every rank adds the rows of all tokens).
+// Defines: RANKS, OWNERS (sum_ranks: RANKS, or 1 where every rank adds the rows of all tokens),
+// COUNT (sum_ranks: values of a thread, 4, or 1 where rows are no whole vectors).
 #include "exchange.cuh"
+
+#ifndef COUNT
+#define COUNT 4
+#endif
 
 // A step that begins with no embedding gets a number of its own.
 extern "C" __global__ void next_step(unsigned* step) {
@@ -47,7 +52,7 @@ extern "C" __global__ void sum_words(const int64* peers, int64 slot, int64 rank_
 }
 
 // y = bf16(partial of rank 0 + of rank 1 + …), float32 rows from `first` on in the memory of every
-// rank, which this kernel reads where it is: those of the tokens that are the rank's own. Four
+// rank, which this kernel reads where it is: those of the tokens that are the rank's own. COUNT
 // values a thread.
 extern "C" __global__ void sum_ranks(const int64* peers, int64 first, bf16* y, int owner,
                                      int tokens, int width) {
@@ -57,10 +62,11 @@ extern "C" __global__ void sum_ranks(const int64* peers, int64 first, bf16* y, i
         from[rank] = reinterpret_cast<const float*>(peers[PARTIALS + rank]) + first;
     pdl_launch();
     pdl_wait();
-    const int64 own = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    const int64 own = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
     const int64 token = own_token(own / width, owner);
     if (token >= tokens) return;
     const int64 at = token * width + own % width;
+#if COUNT == 4
     float4 parts[RANKS];
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank)
@@ -74,4 +80,10 @@ extern "C" __global__ void sum_ranks(const int64* peers, int64 first, bf16* y, i
     __nv_bfloat162* to = reinterpret_cast<__nv_bfloat162*>(y + at);
     to[0] = __floats2bfloat162_rn(sum.x, sum.y);
     to[1] = __floats2bfloat162_rn(sum.z, sum.w);
+#else
+    float sum = from[0][at];
+#pragma unroll
+    for (int rank = 1; rank < RANKS; ++rank) sum += from[rank][at];
+    y[at] = __float2bfloat16(sum);
+#endif
 }

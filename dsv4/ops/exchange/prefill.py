@@ -15,6 +15,7 @@ from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of
+from dsv4.ops.linear.aligned import without_gaps
 from dsv4.peers import SLOTS
 from dsv4.weights.quant import Weight
 
@@ -55,6 +56,7 @@ def vocab_parallel_linear_with(
 def send_partial(recording: Recording, partial_TE: Tensor) -> PartialSum:
     """A partial result is where the other ranks read it, once all have computed theirs."""
     peers = peers_of(recording)
+    partial_TE = without_gaps(recording, partial_TE)
     exchange = recording.next_exchange()
     recording.place(partial_TE, peers.partials_STE[exchange % SLOTS])
     recording.meet()
@@ -70,8 +72,6 @@ def sum_of(recording: Recording, y_TE: PartialSum, share: TokenShare) -> Tensor:
     """bfloat16 ``[T, E]``, of which the rows of a share are written."""
     peers = peers_of(recording)
     tokens, width = y_TE.own_TE.shape
-    if width % _VALUES:
-        raise ValueError(f"y_TE: found width {width}, expected a multiple of {_VALUES}")
     sum_TE = recording.empty((tokens, width), torch.bfloat16)
     shape = by_tokens(_sum_shape, peers.ranks, share, width)
     first = y_TE.exchange % SLOTS * peers.partials_STE.stride(0)
@@ -82,6 +82,9 @@ def sum_of(recording: Recording, y_TE: PartialSum, share: TokenShare) -> Tensor:
 
 
 def _sum_shape(ranks: int, share: TokenShare, width: int, tokens: int) -> Shape:
-    kernel = Kernel("exchange/exchange", "sum_ranks", (("RANKS", ranks), *share.defines))
-    blocks = ceil_div(share.rows(tokens) * width, _THREADS * _VALUES)
+    count = _VALUES if width % _VALUES == 0 else 1
+    single = (("COUNT", 1),) if count == 1 else ()
+    defines = (("RANKS", ranks), *share.defines, *single)
+    kernel = Kernel("exchange/exchange", "sum_ranks", defines)
+    blocks = ceil_div(share.rows(tokens) * width, _THREADS * count)
     return Shape(kernel, blocks, _THREADS, numbers={"tokens": tokens})

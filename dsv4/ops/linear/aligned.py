@@ -35,3 +35,12 @@ def empty_rows(recording: Recording, shape: Sequence[int], dtype: torch.dtype) -
 def copy_rows(tokens: int, to: Tensor, source: Tensor) -> None:
     """For ``Recording.call``: the rows of the tokens of a step."""
     to[:tokens].copy_(source[:tokens])
+
+
+def without_gaps(recording: Recording, y_TN: Tensor) -> Tensor:
+    """y, or a copy of rows that lie apart: of odd N, which no published model has."""
+    if y_TN.is_contiguous():
+        return y_TN
+    copy = recording.empty(y_TN.shape, y_TN.dtype)
+    recording.call(copy_rows, copy, y_TN)
+    return copy

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear import RowList
-from dsv4.ops.linear.aligned import aligned_rows, copy_rows
+from dsv4.ops.linear.aligned import aligned_rows, copy_rows, without_gaps
 from dsv4.ops.linear.checks import check_grouped, check_linear, check_norm
 from dsv4.ops.linear.row_list import packed_rows
 from dsv4.ops.norm.cuda import rms_norm
@@ -40,7 +40,7 @@ class PrefillProducts:
         packed = check_linear(x, weight, dtype)
         y_TN = self.batches(recording, x.unsqueeze(1), packed, dtype)[:, 0]
         # Kernels that read float32 products take rows that lie apart.
-        return y_TN if dtype == torch.float32 else _without_gaps(recording, y_TN)
+        return y_TN if dtype == torch.float32 else without_gaps(recording, y_TN)
 
     def grouped_linear(self, recording: Recording, x_TGK: Tensor, weight: Weight) -> Tensor:
         """Group g of x ``[T, G, K]`` times rows g·R … g·R + R − 1 of W ``[G·R, K]``: ``[T, G, R]``.
@@ -77,15 +77,6 @@ class PrefillProducts:
         packed = packed_rows(rows)
         pairs = zip(packed.weights, packed.dtypes, strict=True)
         return tuple([self.linear(recording, x, weight, dtype) for weight, dtype in pairs])
-
-
-def _without_gaps(recording: Recording, y_TN: Tensor) -> Tensor:
-    """y, or a copy of rows that lie apart: of odd N, which no published model has."""
-    if y_TN.is_contiguous():
-        return y_TN
-    copy = recording.empty(y_TN.shape, y_TN.dtype)
-    recording.call(copy_rows, copy, y_TN)
-    return copy
 
 
 def normalised(

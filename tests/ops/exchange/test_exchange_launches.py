@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
+from dsv4.launch.kernel import Shape
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.exchange import decode, prefill
 from dsv4.ops.exchange.known_words import check_known, push_known
@@ -29,7 +30,7 @@ from tests.ops.exchange.meta import (
 )
 from tests.ops.hyper_connection.meta import arguments
 from tests.ops.moe.meta_layer import FLASH
-from tests.ops.recorded import assert_serves_shorter_chunks, meta
+from tests.ops.recorded import assert_serves_shorter_chunks, meta, shape_at
 
 TOKENS = (1, 3, 8)
 
@@ -227,9 +228,26 @@ def test_what_ranks_cannot_do_is_refused() -> None:
     matrix = meta(16, WIDTH)
     with pytest.raises(ValueError, match="hidden_TE: found 512 tokens, expected at most 8"):
         prefill.vocab_parallel_linear_with(None, found, hidden_TE, matrix)  # pyright: ignore[reportArgumentType]
-    odd = prefill.PartialSum(0, found.empty((MOST, 6), torch.float32))
-    with pytest.raises(ValueError, match="y_TE: found width 6, expected a multiple of 4"):
-        prefill.summed(found, odd)
+
+
+@pytest.mark.parametrize("width", [6, 65])
+def test_rows_that_are_no_whole_vectors_are_added_value_by_value(width: int) -> None:
+    """Those of an odd product lie apart, and have no gaps where the other ranks read them."""
+    view = peers(0, 2, width)
+    found = recording(MOST, view)
+    y_TE = shared(found, width)
+    assert isinstance(y_TE, prefill.PartialSum)
+    assert y_TE.own_TE.is_contiguous()
+    prefill.summed(found, y_TE)
+    added = found.items[-1]
+    assert isinstance(added, Launch)
+    shape = shape_at(added, MOST)
+    assert isinstance(shape, Shape)
+    assert dict(shape.kernel.defines)["COUNT"] == 1
+    blocks, _, _ = shape.grid
+    assert blocks * shape.threads >= MOST * width
+    assert added.arguments["first"] == 0
+    assert found.placed[storage_key(y_TE.own_TE)].shape == (MOST, width)
 
 
 def test_partial_results_give_their_memory_back() -> None:
