@@ -11,10 +11,16 @@ from dsv4.native.check import Check
 from dsv4.native.emulation import emulation
 from dsv4.native.form import NativeForm
 from dsv4.native.operands import Product
-from dsv4.native.prefill_checks import PrefillChecks, grouped_products, linear_products, mixtures
+from dsv4.native.prefill_checks import (
+    PrefillChecks,
+    alike_products,
+    grouped_products,
+    linear_products,
+    mixtures,
+)
 from dsv4.native.quantiser_checks import quantiser_checks
 from dsv4.ops.linear.cutedsl.gemm_config import ARCHITECTURES
-from dsv4.ops.quantize_activations import ActivationFormat
+from dsv4.ops.quantize_activations import ActivationFormat, activation_format
 from dsv4.ops.tables import CUDA_TABLE, NATIVE_TABLES, RecordedTable
 from dsv4.weights.quant import QuantFormat
 
@@ -23,29 +29,29 @@ _FP8 = QuantFormat.FP8_BLOCK128
 _MXFP4 = QuantFormat.MXFP4
 _NVFP4 = QuantFormat.NVFP4
 _BF16 = QuantFormat.BF16
-# Formats of dense weights, of block-diagonal ones and of experts.
-_FORMATS: Mapping[ActivationMode, tuple[tuple[QuantFormat, ...], ...]] = {
-    "bf16": ((_NVFP4, _MXFP4, _FP8, _BF16), (_FP8, _BF16), (_NVFP4, _MXFP4)),
-    "fp8": ((_FP8, _MXFP4), (_FP8,), (_MXFP4,)),
-    "nvfp4": ((_NVFP4, _MXFP4, _FP8), (_FP8,), (_NVFP4, _MXFP4)),
-}
+# Formats that kernels read: those of dense weights, of block-diagonal ones and of experts in
+# published layouts. In every mode, for a weight that rounded activations do not multiply meets the
+# kernels of 16-bit ones.
+_FORMATS = (_NVFP4, _MXFP4, _FP8, _BF16)
+_PUBLISHED = (_FORMATS, (_FP8, _BF16), (_NVFP4, _MXFP4))
 
 
 def native_products(mode: ActivationMode) -> Iterator[Product]:
-    """What the kernels for these activations have to compute right."""
+    """What the kernels of this table have to compute right."""
     kinds = (linear_products, grouped_products, mixtures)
-    for products, formats in zip(kinds, _FORMATS[mode], strict=True):
+    for products, formats in zip(kinds, _PUBLISHED, strict=True):
         for format in formats:
             yield from products(format)
+    for format in _FORMATS:
+        yield from alike_products(format)
     if mode == "fp8":
         for product in mixtures(_NVFP4):
             yield product._replace(disguised=True)
 
 
 def prefill_checks(mode: ActivationMode) -> PrefillChecks:
-    """The maker of their checks."""
-    kernel = "blackwell_w16" if mode == "bf16" else "blackwell_scaled"
-    return PrefillChecks(kernel, native_table(mode), CUDA_TABLE)
+    """The maker of their checks, those of rounded rows under another name."""
+    return PrefillChecks("blackwell_w16", native_table(mode), CUDA_TABLE)
 
 
 def bf16_checks() -> list[Check]:
@@ -81,7 +87,16 @@ def runs_on_blackwell(device: torch.device) -> bool:
 
 def _checks(mode: ActivationMode) -> list[Check]:
     checks = prefill_checks(mode)
-    return [checks.check(product) for product in native_products(mode)]
+    rounded = replace(checks, kernel="blackwell_scaled")
+    return [
+        (rounded if _is_rounded(mode, product) else checks).check(product)
+        for product in native_products(mode)
+    ]
+
+
+def _is_rounded(mode: ActivationMode, product: Product) -> bool:
+    """Whether the weight of its format multiplies quantised rows."""
+    return product.disguised or activation_format(mode, product.format) is not None
 
 
 def _form(mode: ActivationMode) -> NativeForm:

@@ -20,8 +20,8 @@ class Product(NamedTuple):
     """A product of ``tokens`` tokens: ``op`` of a table with ``sizes``.
 
     ``linear``: rows and columns of the weight. ``grouped_linear``: groups, rows and columns of
-    each. ``moe``: width, inner width and number of experts of this format; the shared one is FP8.
-    ``disguised``: NVFP4 weights that are MXFP4 in disguise.
+    each. ``moe``: width, inner width and number of experts of this format; ``shared``: the format
+    of the shared one. ``disguised``: NVFP4 weights that are MXFP4 in disguise.
     """
 
     op: str
@@ -29,13 +29,16 @@ class Product(NamedTuple):
     tokens: int
     sizes: tuple[int, ...]
     disguised: bool = False
+    shared: QuantFormat = QuantFormat.FP8_BLOCK128
 
     @property
     def name(self) -> str:
         """As a row of a table shows it."""
         sizes = "x".join(map(str, self.sizes))
         disguise = " in disguise" if self.disguised else ""
-        return f"{self.op} {self.format.value}{disguise} {sizes} T={self.tokens}"
+        is_other = self.shared is not QuantFormat.FP8_BLOCK128
+        shared = f", shared {self.shared.value}" if is_other else ""
+        return f"{self.op} {self.format.value}{disguise} {sizes} T={self.tokens}{shared}"
 
     @property
     def stored_shapes(self) -> list[tuple[QuantFormat, tuple[int, ...]]]:
@@ -48,7 +51,7 @@ class Product(NamedTuple):
         width, inner, count = self.sizes
         matrices = ((inner, width), (width, inner), (inner, width))
         routed = [(self.format, (count, *shape)) for shape in matrices]
-        shared = [(QuantFormat.FP8_BLOCK128, shape) for shape in matrices]
+        shared = [(self.shared, shape) for shape in matrices]
         return [*routed, *shared, (QuantFormat.BF16, (count, width))]
 
     @property

@@ -27,6 +27,7 @@ SMALL = ((130, 192, 384), (300, 384, 128), (257, 64, 1024))
 REAL_TOKENS = (300, 4096)
 # o_a: groups, rows and columns of one.
 GROUPED = ((8, 1024, 4096), (16, 1024, 4096))
+_SMALL_GROUPED = (2, 128, 256)
 # Experts of the real widths: as few as keep a check small. What a kernel does depends on their
 # number only by how many rows each gets.
 _EXPERTS = 32
@@ -56,6 +57,13 @@ def mixtures(format: QuantFormat) -> Iterator[Product]:
     for widths in GEOMETRIES.values():
         for tokens in REAL_TOKENS:
             yield Product("moe", format, tokens, (*widths, _EXPERTS))
+
+
+def alike_products(format: QuantFormat) -> Iterator[Product]:
+    """Of layers that have this format throughout: groups, and all experts, the shared one too."""
+    yield Product("grouped_linear", format, _SMALL_MIXTURE_TOKENS, _SMALL_GROUPED)
+    tokens = _SMALL_MIXTURE_TOKENS
+    yield Product("moe", format, tokens, _SMALL_MIXTURE, shared=format)
 
 
 @dataclass(frozen=True)
