@@ -59,6 +59,29 @@ def test_kernels_configurations_and_architectures_have_files_of_their_own(
     assert compiled == expected
 
 
+def test_hosts_of_another_kind_have_files_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hosts of B200 and of GB200 have unlike processors, and may share a home folder."""
+    from dsv4.ops.linear.cutedsl import jit
+
+    def key() -> str:
+        return jit._key(jit.HopperGemm, Config(1), "sm_100a")
+
+    keys = [key()]
+    assert key() == keys[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(jit.platform, "machine", lambda: "other")
+        keys.append(key())
+    processor = tmp_path / "cpuinfo"
+    monkeypatch.setattr(jit, "_PROCESSOR_FILE", processor)
+    keys.append(key())  # There is no such file.
+    for line in ("flags\t\t: fpu avx2", "flags\t\t: fpu avx2 avx512f", "Features\t: fp asimd"):
+        processor.write_text(f"processor\t: 0\n{line}\nbugs\t\t:\n", encoding="utf-8")
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
 @pytest.mark.slow
 def test_importing_changes_no_environment_variable() -> None:
     code = (

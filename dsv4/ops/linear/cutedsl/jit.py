@@ -3,13 +3,14 @@ and calls it with torch tensors.
 
 The compiled function takes torch tensors through TVM FFI, runs on their device and on torch's
 current stream there, and costs about 5 us of host time per call. Object files are kept beside the
-cubins of ``dsv4.launch.compiler``, named by everything that decides the machine code and by their
-own digest: one that was cut short counts as absent.
+cubins of ``dsv4.launch.compiler``, named by everything that decides the machine code, that of the
+host included, and by their own digest: one that was cut short counts as absent.
 """
 
 import functools
 import hashlib
 import importlib.metadata
+import platform
 import tempfile
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from dsv4.weights.quant import QuantFormat
 
 _HOPPER = "sm_90a"
 _FUNCTION = "gemm"
+_PROCESSOR_FILE = Path("/proc/cpuinfo")
 # (tile_tokens, warpgroups, nanoseconds per 64 columns), measured on an H200 with NVFP4
 # (docs/kernels/linear.md); of equals the first is taken.
 _TILES = ((256, 2, 640), (128, 2, 420), (64, 2, 375), (64, 1, 260), (32, 1, 250), (16, 1, 245))
@@ -133,11 +135,23 @@ def _key(kernel: KernelType, config: Any, architecture: str) -> str:
     versions = [
         importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     ]
-    facts = (kernel.__name__, config, _options(architecture), versions)
+    facts = (kernel.__name__, config, _options(architecture), versions, host())
     digest = hashlib.sha256(repr(facts).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def host() -> tuple[str, str]:
+    """What the half of an object file that launches is machine code for: the processor's kind, and
+    the instructions it has. A folder may be shared by hosts that differ, around equal GPUs.
+    """
+    try:
+        lines = _PROCESSOR_FILE.read_text(encoding="utf-8").split("\n")
+    except OSError:
+        lines = []
+    has = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return platform.machine(), has
 
 
 def _digest(content: bytes) -> str:
