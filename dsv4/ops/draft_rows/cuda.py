@@ -68,11 +68,12 @@ def shift_streams(
     recording: Recording, streams_TME: Tensor, ring_SME: Tensor, first_1: Tensor
 ) -> Tensor:
     """``dsv4.ops.draft_rows.shift_streams`` of bfloat16; ``ValueError`` for rows that are no
-    multiple of 16 bytes.
+    multiple of 16 bytes, or do not begin at one.
     """
     tokens = streams_TME.shape[0]
     slots, parts = _check_ring(ring_SME, first_1)
     expect("streams_TME", streams_TME, torch.bfloat16, (tokens, *ring_SME.shape[1:]))
+    _check_beginning("streams_TME", streams_TME)
     if tokens >= slots:
         raise ValueError(f"streams_TME: found {tokens} tokens, expected fewer than {slots} slots")
     rows_TME = recording.empty_like(streams_TME)
@@ -162,7 +163,15 @@ def _check_ring(ring_SME: Tensor, position_1: Tensor) -> tuple[int, int]:
     expect("ring_SME", ring_SME, torch.bfloat16, tuple(ring_SME.shape))
     expect("position_1", position_1, torch.int64, (1,))
     nbytes = ring_SME[0].numel() * ring_SME.itemsize
-    if nbytes % _PART_BYTES or not is_aligned(ring_SME):
+    if nbytes % _PART_BYTES:
         found = f"{nbytes} bytes a slot"
         raise ValueError(f"ring_SME: found {found}, expected a multiple of {_PART_BYTES}")
+    _check_beginning("ring_SME", ring_SME)
     return ring_SME.shape[0], nbytes // _PART_BYTES
+
+
+def _check_beginning(name: str, tensor: Tensor) -> None:
+    """Raises ``ValueError`` unless the pieces of 16 bytes can be read at once."""
+    if not is_aligned(tensor, _PART_BYTES):
+        expected = f"one that is a multiple of {_PART_BYTES}"
+        raise ValueError(f"{name}: found an address between two pieces, expected {expected}")

@@ -57,6 +57,15 @@ def test_other_streams_are_refused() -> None:
         launches(recall_streams, meta(20, 1, 1), ONE, tokens=1)
 
 
+def test_streams_that_no_load_of_16_bytes_reaches_are_refused() -> None:
+    shifted = meta(6 * 4 * 256 + 1)[1:].view(6, 4, 256)
+    with pytest.raises(ValueError, match="streams_TME: found an address between two pieces"):
+        launches(shift_streams, shifted, RING, ONE, tokens=6)
+    ring = meta(20 * 4 * 256 + 1)[1:].view(20, 4, 256)
+    with pytest.raises(ValueError, match="ring_SME: found an address between two pieces"):
+        launches(recall_streams, ring, ONE, tokens=1)
+
+
 def test_mixing_serves_shorter_chunks() -> None:
     assert_serves_shorter_chunks(
         lambda tokens: launches(token_mixing, meta(tokens, dtype=I64), 4, tokens=tokens), 139
