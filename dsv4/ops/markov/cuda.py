@@ -26,6 +26,9 @@ def markov_logits(
     if w1_VR.dtype not in (torch.bfloat16, torch.float32) or not w1_VR.is_contiguous():
         expected = "torch.bfloat16 or torch.float32 without gaps"
         raise ValueError(f"w1_VR: found {w1_VR.dtype}, expected {expected}")
+    if w2.shape != (vocabulary, rank):
+        # Where it has fewer rows, the sum would read behind the product.
+        raise ValueError(f"w2: found {list(w2.shape)}, expected {[vocabulary, rank]} as w1_VR")
     defines: Defines = (("FLOAT_TABLE", int(w1_VR.dtype == torch.float32)),)
     row_1R = recording.empty((1, rank), torch.bfloat16)
     recording.launch(

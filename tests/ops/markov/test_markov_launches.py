@@ -27,6 +27,14 @@ def test_a_row_its_product_and_the_sum(dtype: torch.dtype) -> None:
     assert found[2].shape.grid == (505, 1, 1)
 
 
+@pytest.mark.parametrize("shape", [(73, 256), (105, 256), (89, 128)])
+def test_a_product_of_another_width_than_the_logits_is_refused(shape: tuple[int, int]) -> None:
+    w2 = pack_weight(planned_quant_tensor(QuantFormat.BF16, shape))
+    arguments = meta(89, dtype=torch.float32), ONE, meta(89, 256), w2
+    with pytest.raises(ValueError, match=r"w2: found \[.*\], expected \[89, 256\] as w1_VR"):
+        launches(markov_logits, *arguments, tokens=5)
+
+
 def test_another_table_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w1_VR: found torch.float16, expected"):
         record(89, torch.float16)
