@@ -14,19 +14,21 @@ _QUANTISED = {
 _PLAIN = {torch.bfloat16: RowCode.BF16, torch.float32: RowCode.F32}
 
 
-def row_code(rows: RowCache) -> int:
-    """The ``RowCode`` value of this cache. Raises ``ValueError`` for a dtype without one."""
+def row_code(rows: RowCache, name: str = "rows") -> int:
+    """The ``RowCode`` value of this cache. Raises ``ValueError`` for a dtype without one, which
+    ``name`` has.
+    """
     if rows.format in _QUANTISED:
         return _QUANTISED[rows.format].value
     if rows.data.dtype not in _PLAIN:
         expected = "torch.bfloat16 or torch.float32"
-        raise ValueError(f"rows: found plain rows of {rows.data.dtype}, expected {expected}")
+        raise ValueError(f"{name}: found plain rows of {rows.data.dtype}, expected {expected}")
     return _PLAIN[rows.data.dtype].value
 
 
 def check_rows(name: str, rows: RowCache) -> None:
     """Raises ``ValueError`` unless the rows lie in memory as ``dsv4.caches.rows`` says."""
-    row_code(rows)
+    row_code(rows, name)
     data, scale = row_shapes(rows.width, rows.rope_width, rows.format, rows.data.dtype)
     expect(name, rows.data, data[1], (rows.slots, data[0]))
     if scale is None:

@@ -9,19 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.caches.rows import RowCache, RowFormat, row_shapes
+from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
 from dsv4.launch.items import ShapeOf
 from dsv4.launch.kernel import Shape, round_up
 from dsv4.launch.recording import Recording
 from dsv4.ops.indexer.query import check_queries
+from dsv4.ops.key_rows import check_rows, row_code
 
-_ROW_CODES = {
-    torch.uint8: RowCode.INDEX_FP8,
-    torch.bfloat16: RowCode.BF16,
-    torch.float32: RowCode.F32,
-}
 # Shared memory of a block on Hopper and Blackwell.
 _MOST_SHARED_BYTES = 227 << 10
 
@@ -45,7 +41,7 @@ class Selection:
     @property
     def key_code(self) -> RowCode:
         """How a key is stored."""
-        return _ROW_CODES[self.keys.data.dtype]
+        return RowCode(row_code(self.keys))
 
     def behind(self, first: int) -> "Selection":
         """The same of the tokens from this one on."""
@@ -130,13 +126,7 @@ def _check_keys(keys: RowCache, q_TID: Tensor) -> None:
     if keys.format is RowFormat.KV_FP8 or keys.width != width:
         found = f"{keys.format.value} rows of {keys.width}"
         raise ValueError(f"keys: found {found}, expected index_fp8 or plain rows of {width}")
-    if keys.data.dtype not in _ROW_CODES:
-        found = keys.data.dtype
-        raise ValueError(f"keys: found {found}, expected torch.bfloat16 or torch.float32")
     if 4 * heads * (width + 1) > _MOST_SHARED_BYTES:
         expected = f"at most {_MOST_SHARED_BYTES // 4} values"
         raise ValueError(f"q_TID: found {heads} heads of {width}, expected {expected}")
-    data, scale = row_shapes(keys.width, keys.rope_width, keys.format, keys.data.dtype)
-    expect("keys", keys.data, data[1], (keys.slots, data[0]))
-    if scale is not None and keys.block_scale is not None:
-        expect("keys.block_scale", keys.block_scale, scale[1], (keys.slots, scale[0]))
+    check_rows("keys", keys)

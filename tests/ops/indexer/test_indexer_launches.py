@@ -1,5 +1,6 @@
 """What the indexer's launchers record."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.ops.recorded import (
 )
 
 PLAIN = RowFormat.PLAIN
+FP8_KEYS = selection(2, 100).keys
 # Keys of a context of 8k, of 128k, of 1M tokens, and fewer of them than are selected.
 SLOTS = (2049, 32769, 262145, 40)
 # (heads, format, dtype of plain keys): of Flash and Pro, and what tensor cores take as well.
@@ -147,6 +149,14 @@ def test_queries_are_rotated_in_one_launch(heads: int, width: int, target: Targe
         ({"positions_T": meta(2, dtype=torch.int32)}, "positions_T: found"),
         ({"q_TID": meta(2, 64, 64)}, "keys: found index_fp8 rows of 128, expected"),
         ({"index_topk": 0}, "index_topk: found 0, expected at least 1"),
+        (
+            {"keys": replace(FP8_KEYS, block_scale=None)},
+            r"keys\.block_scale: found None, expected torch\.float32",
+        ),
+        (
+            {"keys": replace(FP8_KEYS, format=PLAIN, block_scale=None)},
+            r"keys: found plain rows of torch\.uint8, expected torch\.bfloat16 or",
+        ),
     ],
 )
 def test_what_the_kernels_cannot_read_is_refused(changed: dict[str, Any], message: str) -> None:
