@@ -22,9 +22,11 @@ from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.launch.constants import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
 from dsv4.opened_draft import OpenedDraft, checkpoint_decides
+from dsv4.ops.hyper_connection.seam import MAX_STREAMS
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -87,6 +89,8 @@ class OpenedCheckpoint:
         if absent:
             check_planned_activations(engine, name)
         ops = TABLES[name]
+        if not isinstance(ops, DirectTable):
+            _check_limits(checkpoint, config)
         try:
             draft = OpenedDraft.open(checkpoint, config, engine, ops)
         except UserError as refusal:
@@ -177,6 +181,21 @@ class OpenedCheckpoint:
             yield ranks
         if cache is not None and kept is None:
             cache.write([_of_main_model(rank.packed or {}) for rank in ranks])
+
+
+def _check_limits(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises ``UserError`` for a key of config.json beyond what any CUDA op takes: the ops would
+    name a tensor, which no user wrote.
+    """
+    for key, found, most in (
+        ("n_routed_experts", config.n_routed_experts, MAX_EXPERTS),
+        ("num_experts_per_tok", config.num_experts_per_tok, MAX_EXPERTS_PER_TOKEN),
+        ("hc_mult", config.hc_mult, MAX_STREAMS),
+    ):
+        if found > most:
+            expected = f"at most {most} with the CUDA ops; EngineConfig.ops='torch' takes more"
+            source = checkpoint.folder / "config.json"
+            raise UserError(f"{source}: {key}: found {found}, expected {expected}")
 
 
 def _is_kept(parameter: Parameter) -> bool:

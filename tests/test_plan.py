@@ -1,14 +1,12 @@
 """Memory plan: the numbers are what is allocated, and the refusal is one line."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from dsv4 import plan
 from dsv4.caches.allocation import layer_state_bytes
 from dsv4.caches.state import DecodeState
-from dsv4.checkpoint import ParameterDescription, write_synthetic
+from dsv4.checkpoint import ParameterDescription
 from dsv4.checkpoint import tiny_config as tiny_raw_config
 from dsv4.checkpoint.staging import staging_bytes
 from dsv4.config import ModelConfig
@@ -267,34 +265,3 @@ def test_context_defaults_to_the_models_own_up_to_8192_and_is_bounded_by_it() ->
         UserError, match=r"EngineConfig.max_context: found 4097, expected at most 4096"
     ):
         max_context_tokens(tiny_config(), EngineConfig(max_context=4097))
-
-
-def test_a_geometry_without_cuda_ops_is_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    write_synthetic(folder, tiny_raw_config(hc_mult=9), "native", 0)
-    with pytest.raises(UserError, match=r"geometry .*streams_TME: found") as it:
-        Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
-    assert "EngineConfig.ops='torch' takes more" in str(it.value)
-    Engine.plan(folder, EngineConfig(device="cuda", ops="torch"), gpu_memory=10**10)
-
-
-def test_a_module_without_cuda_ops_is_left_out_where_nobody_asked_for_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "model"
-    write_synthetic(folder, tiny_raw_config(vocab_size=150_000), "native", 0, mtp="classic")
-    with caplog.at_level("INFO", "dsv4"):
-        Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
-    assert "the checkpoint's module cannot run" in caplog.text
-    with pytest.raises(UserError, match="model: found a draft module that the CUDA ops do not"):
-        Engine.plan(folder, EngineConfig(device="cuda", draft="mtp"), gpu_memory=10**10)
-
-
-def test_a_module_is_not_blamed_for_its_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "model"
-    write_synthetic(folder, tiny_raw_config(hc_mult=9), "native", 0, mtp="classic")
-    with caplog.at_level("INFO", "dsv4"), pytest.raises(UserError, match="found a geometry"):
-        Engine.plan(folder, EngineConfig(device="cuda"), gpu_memory=10**10)
-    assert "drafts" not in caplog.text
