@@ -18,6 +18,7 @@ from dsv4.opened_checkpoint import Progress
 from dsv4.sequence import EngineSequence
 from dsv4.step.chunks import PromptChunks, RunStep, run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
+from dsv4.step.logit_parts import logits_in_parts
 from dsv4.step.nan_search import NaNSearch
 from dsv4.step.scored import ScoredSteps
 from dsv4.step.steps import RecordedSteps
@@ -40,7 +41,8 @@ class EngineInputs(EngineSequence):
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
         ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
-        and 8 is split. Raises ``FloatingPointError`` for NaN that the logits do not show.
+        and 8 is split. The plan does not count the result. Raises ``FloatingPointError`` for NaN
+        that the logits do not show.
         """
         ids = self._whole(token_ids)
         most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
@@ -48,9 +50,16 @@ class EngineInputs(EngineSequence):
             chunks = self.prompt_chunks.cut(ids)
         else:
             chunks = split_ids(ids, check_integers("chunk_sizes", chunk_sizes), most)
+        shape = (len(ids), self.config.vocab_size)
+        device = self.steps.model.head_device
+        logits_TV = torch.empty(shape, dtype=torch.float32, device=device)
         self._start(ids)
-        logits = [self.steps.logits(self.steps.run(chunk)).clone() for chunk in chunks]
-        return self._nan.checked(torch.cat(logits), ids, shown=True)
+        done = 0
+        for chunk in chunks:
+            for part_TV in logits_in_parts(self.steps, self.steps.run(chunk).clone()):
+                logits_TV[done : done + len(part_TV)] = part_TV
+                done += len(part_TV)
+        return self._nan.checked(logits_TV, ids, shown=True)
 
     def prompt_logprobs(
         self, token_ids: Sequence[int], count: int, progress: Progress | None = None

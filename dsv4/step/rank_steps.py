@@ -97,5 +97,4 @@ class RankSteps:
         recorded = record_logits(
             self.model, self.table, self.targets[self.head], rows_TE, self.state, self.sampler
         )
-        memory = self.memory if rows <= MAX_DECODE_TOKENS else {}
-        return Step(recorded, memory, {}), rows_TE
+        return Step(recorded, self.memory, {}), rows_TE

@@ -138,14 +138,10 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """float32 ``[T, V]`` of final hidden states, overwritten by the next step. Several ranks
-        exchange those of at most 8 tokens at a time.
+        """float32 ``[T, V]`` of the final hidden states of 1 to 8 tokens, overwritten by the next
+        step. Of more see ``logits_in_parts``.
         """
-        if len(self.ranks) == 1 or hidden_TE.shape[0] <= MAX_DECODE_TOKENS:
-            return self._run_logits(hidden_TE).logits_TV[: hidden_TE.shape[0]]
-        # The logits may overwrite the hidden states.
-        parts = hidden_TE.clone().split(MAX_DECODE_TOKENS)
-        return torch.cat([self.logits(rows_TE).clone() for rows_TE in parts])
+        return self._run_logits(hidden_TE).logits_TV
 
     @torch.inference_mode()
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
@@ -194,12 +190,12 @@ class RecordedSteps:
 
     def _logits_step(self, rows: int) -> tuple[AnyStep, list[Tensor]]:
         """The step for the logits of this many hidden states, and its inputs by rank."""
-        length = rows if rows <= MAX_DECODE_TOKENS else max(rows, self._prefill_tokens)
-        if length not in self._logits:
-            built = [rank.logits_step(length) for rank in self.ranks]
+        assert 1 <= rows <= MAX_DECODE_TOKENS, "the plan counts the logits of no more tokens"
+        if rows not in self._logits:
+            built = [rank.logits_step(rows) for rank in self.ranks]
             step = self.joined([step for step, _ in built])
-            self._logits[length] = step, [rows_TE for _, rows_TE in built]
-        return self._logits[length]
+            self._logits[rows] = step, [rows_TE for _, rows_TE in built]
+        return self._logits[rows]
 
     def _length(self, tokens: int) -> int:
         """The length of the step that runs this many tokens."""

@@ -9,6 +9,7 @@ from dsv4.decode import CUDAGraphDecoder
 from dsv4.layers.values import Watch
 from dsv4.sampling import Sampler
 from dsv4.step.direct import DirectSteps
+from dsv4.step.logit_parts import logits_in_parts
 from dsv4.step.steps import RecordedSteps
 
 LOGITS = "logits"
@@ -52,7 +53,8 @@ class TracedSteps:
         # The logits would overwrite it, and the caller may want them again.
         hidden_TE = self._run(token_ids).clone()
         if self._watch.wants(LOGITS):
-            self._watch.seen(LOGITS, self._steps.logits(hidden_TE).to("cpu", copy=True))
+            for part_TV in logits_in_parts(self._steps, hidden_TE):
+                self._watch.seen(LOGITS, part_TV.to("cpu", copy=True))
         self._end_step(token_ids)
         return hidden_TE
 
