@@ -85,8 +85,11 @@ def _first_wrong(scale: Tensor) -> str | None:
     if not len(places):
         return None
     place = places[0].tolist()
-    expected = "" if is_nvfp4 else ": E8M0 bytes are exponents, not numbers"
-    return f"found {values[tuple(place)]:g} at {place}, expected 0 to {most:g}{expected}"
+    found = float(values[tuple(place)])
+    # No byte that was taken for a number is negative, NaN or infinite.
+    was_byte = not is_nvfp4 and most < found < math.inf
+    hint = ": E8M0 bytes are exponents, not numbers" if was_byte else ""
+    return f"found {found:g} at {place}, expected 0 to {most:g}{hint}"
 
 
 def _too_large(total: float, scale: Tensor) -> str:
