@@ -153,6 +153,10 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     _check_draft(options)
     if options.geometry is not None:
         need_cuda()
+    elif options.ops == "cutedsl" and not _is_on_cuda(options.device):
+        # The engine knows them as CUDA ops.
+        expected = "'torch' or a CUDA device"
+        raise UserError(f"--ops: found 'cutedsl' on the CPU, expected {expected}")
     engine = EngineConfig(
         device=options.device or "cuda",
         gpus=options.gpus,
@@ -166,6 +170,10 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     if options.geometry is not None:
         return _measure_geometry(options, engine)
     return _measure_checkpoint(options, engine)
+
+
+def _is_on_cuda(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 def _check_draft(options: argparse.Namespace) -> None:

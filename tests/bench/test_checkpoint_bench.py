@@ -31,6 +31,7 @@ from dsv4.engine_config import EngineConfig
         (["--device", "cpu", "--gpus", "2"], "--gpus: found 2, expected 1"),
         (["--device", "cpu", "--modes", "full"], "--modes: found 'full' with the torch ops"),
         (["--device", "cpu", "--profile"], "--profile: found with the torch ops"),
+        (["--device", "cpu", "--ops", "cutedsl"], "--ops: found 'cutedsl' on the CPU, expected"),
         (["--decode-tokens", "1"], "--decode-tokens: found '1', expected an integer from 2"),
         (["--decode-tokens", "0"], "--decode-tokens: found '0'"),
         (["--repeats", "0"], "--repeats: found '0'"),
