@@ -39,12 +39,14 @@ class TokenLoop:
 
         ``queue``, which is told how many tokens the sequence then has, queues the step and its
         choice of a token; by default as the step does. The host stays up to four steps behind.
-        Steps that were queued in vain, because the caller closed the generator, are taken back.
-        Raises ``FloatingPointError`` for NaN logits.
+        Steps that were queued in vain, because the caller closed the generator, are taken back,
+        with the NaN that they met. Raises ``FloatingPointError`` for NaN logits.
         """
         start = self._state.position
         queued = 0
         read = 0
+        # Tokens that are known to be sound.
+        given = 0
         logprobs: LogprobRing | None = None
         if sampler.params.logprobs is not None:
             logprobs = LogprobRing(sampler.params.logprobs, self._step.logits_TV)
@@ -61,9 +63,13 @@ class TokenLoop:
                 token = checked_token(stored, start + read)
                 if logprobs is not None:
                     sampler.add(logprobs.read(start + read))
+                given = read
                 yield token
         finally:
             self._state.set_position(start + read)
+            if given == read < queued:
+                # The steps of the tokens that were given have met none.
+                self._state.forget_nan()
 
     def _put(self, queue: Callable[[int], None], logprobs: LogprobRing | None) -> None:
         """Queues a step, the choice of its token, and the way of that token to the host and to

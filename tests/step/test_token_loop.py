@@ -25,6 +25,7 @@ class World:
     """A device on which every step adds 1 to its token, and a log of what is asked of it."""
 
     def __init__(self, nan_at: int | None = None) -> None:
+        """``nan_at``: the position behind the step that meets NaN."""
         self.log: list[str] = []
         self.nan_at = nan_at
         self.input = 0
@@ -53,7 +54,9 @@ class World:
         self.log.append("sample")
         self.input += 1
         position = self.state.position + 1
-        self.ring[position % RING_TOKENS] = NAN_TOKEN if position == self.nan_at else self.input
+        if position == self.nan_at:
+            self.state.nan_1.fill_(1)
+        self.ring[position % RING_TOKENS] = NAN_TOKEN if self.state.met_nan else self.input
         # The next step writes over both.
         self.step.logits_TV.zero_()[0, self.input] = float(position)
         self.step.token.fill_(self.input)
@@ -111,6 +114,31 @@ def test_nan_ends_it_by_name() -> None:
     with pytest.raises(FloatingPointError, match=f"NaN after {START + 3} tokens"):
         next(tokens)
     assert world.state.position == START + 3
+    assert world.state.met_nan
+
+
+def test_nan_of_steps_in_vain_is_not_the_sequence_s() -> None:
+    """Such a sequence can be saved."""
+    world = World(nan_at=START + STEPS_AHEAD)
+    tokens = world.loop().generate(7, GREEDY, 50)
+    assert next(tokens) == 8
+    assert world.state.met_nan
+    tokens.close()
+    assert world.state.position == START + 1
+    assert not world.state.met_nan
+
+
+def test_an_interrupted_wait_forgets_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows then whether it is the sequence's."""
+
+    def interrupted(position: int) -> int:
+        raise KeyboardInterrupt
+
+    world = World(nan_at=START + 2)
+    monkeypatch.setattr(world, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(world.loop().generate(7, GREEDY, 50))
+    assert world.state.met_nan
 
 
 def test_others_may_queue_the_step() -> None:
