@@ -120,12 +120,12 @@ class BlockLoop:
                 drafting.tally.add(block.drafted, accepted, len(wanted), block.seconds)
                 self._count.add(block.drafted, accepted, sum(block.seconds))
                 for row, chosen in enumerate(wanted):
+                    kept = start + given + 1
                     token = checked_token(chosen, start + given + 1)
                     if noted:
                         logits_V = queue.logits(tokens)[row]
                         sampler.note(logits_V, _scalar(token, logits_V.device))
                     given += 1
-                    kept = start + given
                     yield token
         finally:
             is_in_vain = bool(self._pending) and kept == start + given

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsv4 import SamplingParams
+from dsv4.logprobs import TokenLogprobs
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler
 from dsv4.speculative.tally import DraftCount
@@ -238,6 +239,28 @@ def test_nan_without_drafts_ends_the_run_behind_the_token_that_met_it() -> None:
     with pytest.raises(FloatingPointError, match=f"NaN after {START + 7} tokens"):
         next(tokens)
     assert world.state.position == START + 7
+
+
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_a_choice_that_cannot_be_noted_ends_the_run_behind_the_token_that_met_it(
+    monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    """In the middle of a block as in a step alone: that position is named, and looked at again."""
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=0))
+    add = sampler.add
+
+    def refused(choice: TokenLogprobs) -> None:
+        if len(sampler.noted) == 3:
+            raise FloatingPointError
+        add(choice)
+
+    monkeypatch.setattr(sampler, "add", refused)
+    world = World(drafts)
+    tokens = world.generate(40, sampler)
+    assert [next(tokens) for _ in range(3)] == world.text[START + 1 : START + 4]
+    with pytest.raises(FloatingPointError):
+        next(tokens)
+    assert world.state.position == START + 4
 
 
 def test_a_run_does_not_go_by_what_the_one_before_would_have_queued() -> None:
