@@ -19,9 +19,9 @@ def answer(
     watch: Watch | None = None,
     reuse: bool = False,
 ) -> Generator[str, None, None]:
-    """Yields for every token the characters that it completes in ``text``; ``outcome`` is filled as
-    it goes. ``reuse``: the engine's sequence begins the prompt. Raises what ``Engine.generate``
-    does.
+    """Yields for every token the characters that it completes in ``text``, then what was held back;
+    ``outcome`` is filled as it goes. ``reuse``: the engine's sequence begins the prompt. Raises
+    what ``Engine.generate`` does.
     """
     arguments = job.arguments
     stops = frozenset() if arguments.ignore_eos else job.eos_token_ids
@@ -43,5 +43,10 @@ def answer(
             if text.stop_string is not None:
                 break
     assert engine.last_run is not None
+    # An unfinished character may be the stop string U+FFFD.
+    rest = text.finish()
+    outcome.stop_string = text.stop_string
     stopped = outcome.stop_string is not None
     outcome.finish_reason = "stop" if stopped else engine.last_run.finish_reason
+    if rest:
+        yield rest

@@ -91,11 +91,13 @@ class Answering:
             return
         text = TokenText(self._tokenizer, question.stops)
         yield from self._tokens(question, text, check)
+        # An unfinished character may be the stop string U+FFFD.
+        rest = text.finish()
         by = "stop"
         if text.stop_string is None:
             assert engine.last_run is not None
             by = "eos" if engine.last_run.finish_reason == "stop" else "length"
-        yield Ended(text.finish(), by)
+        yield Ended(rest, by)
 
     def keep_sequence(self) -> None:
         """Writes the sequence of the engine, at the end of the server."""

@@ -2,11 +2,16 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dsv4.cli.answer import answer
+from dsv4.cli.job import Outcome
+from dsv4.cli.stream import TokenText
 from dsv4.demo import CHECKPOINT
 from dsv4.encoding import Tokenizer
 from tests.driver.conftest import read_json
@@ -38,6 +43,24 @@ def test_a_stop_string_across_tokens_ends_text_and_run(drive: Drive, tmp_path: P
 def test_what_only_looks_like_a_stop_string_is_shown(drive: Drive) -> None:
     result = drive(*GREEDY, "--stop", "56!", "--stop", "56</think>")
     assert result.out == "<think>\n29 + 27 = 56.\n</think>\n56\n"
+
+
+def test_half_a_character_at_the_limit_may_be_the_stop_string() -> None:
+    tokenizer = Tokenizer(CHECKPOINT)
+    ids = tokenizer.encode("a🜨")[:-1]
+    arguments = SimpleNamespace(max_tokens=len(ids), ignore_eos=False, stop=["\ufffd"])
+    prompt = SimpleNamespace(token_ids=[1])
+    job: Any = SimpleNamespace(
+        arguments=arguments, eos_token_ids=frozenset(), prompt=prompt, sampling=None
+    )
+    engine: Any = SimpleNamespace(
+        generate=lambda *_, **__: (token for token in ids),
+        last_run=SimpleNamespace(finish_reason="length"),
+    )
+    outcome = Outcome()
+    text = TokenText(tokenizer, arguments.stop)
+    shown = "".join(answer(job, engine, outcome, text)) + text.finish()
+    assert (shown, outcome.finish_reason, outcome.stop_string) == ("a", "stop", "\ufffd")
 
 
 def test_log_probabilities_of_every_token(drive: Drive, checkpoint: Path, tmp_path: Path) -> None:

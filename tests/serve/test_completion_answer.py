@@ -1,12 +1,13 @@
 """What the engine says as the texts and tokens of completions: tokens that are no text."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from dsv4 import SamplingParams
 from dsv4.demo import CHECKPOINT
 from dsv4.encoding import Tokenizer
 from dsv4.logprobs import TokenLogprobs
-from dsv4.serve.answering import PromptRead, Question, TokenSaid
+from dsv4.serve.answering import Answering, Ended, PromptRead, Question, TokenSaid
 from dsv4.serve.asked import EchoedPrompt
 from dsv4.serve.completion import CompletionAnswer
 from dsv4.serve.fields import CompletionFields
@@ -66,3 +67,16 @@ def test_an_answer_completes_no_character_of_the_prompt() -> None:
 def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
     entry = chat_logprob(TOKENIZER, noted(PART))
     assert (entry["token"], bytes(entry["bytes"])) == ("\ufffd", TOKENIZER.token_bytes(PART))
+
+
+def test_half_a_character_at_the_limit_may_be_the_stop_string() -> None:
+    ids = TOKENIZER.encode("a🜨")[:-1]
+    sequences: Any = SimpleNamespace(resume=lambda *_: None)
+    engine: Any = SimpleNamespace(
+        reusable_tokens=lambda ids: 0,
+        generate=lambda *_, **__: (token for token in ids),
+        last_run=SimpleNamespace(finish_reason="length"),
+    )
+    question = Question([1], len(ids), SamplingParams(), ("\ufffd",), frozenset())
+    *_, end = Answering(engine, TOKENIZER, sequences).answer(question, lambda: None)
+    assert end == Ended("", "stop")
