@@ -76,7 +76,7 @@ def read_tag(text: str, start: int) -> Tag | None:
     """The whole tag, with or without marker, that begins at `start`, if one does."""
     if text.startswith(EOS, start):
         return Tag(start, start + len(EOS), "eos")
-    match = _TAG.match(text, start, min(len(text), start + MAX_TAG_CHARACTERS))
+    match = _TAG.match(text, start, _furthest_end(text, start))
     if match is None:
         return None
     slash, bars, late_slash, name, source = match.groups()
@@ -91,7 +91,7 @@ def may_become_tag(text: str, start: int) -> bool:
     """Whether the text from `start` to its end is the beginning of a tag, or of EOS, that more text
     could complete.
     """
-    if len(text) - start >= MAX_TAG_CHARACTERS:
+    if len(text) - start >= MAX_TAG_CHARACTERS or _furthest_end(text, start) < len(text):
         return False
     if any(literal.startswith(text[start:]) for literal in (EOS, *MARKED_STARTS)):
         return True
@@ -102,6 +102,15 @@ def may_become_tag(text: str, start: int) -> bool:
     if not rest:
         return any(name.startswith(word) for name in TAG_NAMES)
     return word in TAG_NAMES and _UNFINISHED_ATTRIBUTES.fullmatch(rest) is not None
+
+
+def _furthest_end(text: str, start: int) -> int:
+    """Where a tag that begins at `start` has ended at the latest. EOS is no part of a quoted
+    attribute: it ends the completion, whatever was left open in front of it.
+    """
+    end = min(len(text), start + MAX_TAG_CHARACTERS)
+    eos = text.find(EOS, start, end)
+    return end if eos < 0 else eos
 
 
 def find_tag_start(text: str, start: int, marker: Marker) -> int | None:

@@ -80,6 +80,18 @@ def test_a_call_that_the_model_itself_left_open_counts() -> None:
     assert completion.complete
 
 
+@pytest.mark.parametrize("begun", ['<｜DSML｜invoke name="', "<｜DSML｜parameter name='"])
+def test_an_attribute_that_is_left_open_reaches_no_further_than_the_end(begun: str) -> None:
+    """The model's end is not in it, and what it says behind such a tag is not lost."""
+    completion = parse(f"{begun}a, as I said.{EOS}", "chat")
+    assert texts(completion) == ("", f"{begun.removeprefix('<｜DSML｜')}a, as I said.")
+    assert completion.repairs == ("stray_control_token",)
+    assert completion.complete
+    called = parse(f"{OPEN}{CALL[: CALL.index('</｜DSML｜inv')]}{begun}b{EOS}", "chat")
+    assert called.complete
+    assert calls(called) == [("f", {"a": "x"})]
+
+
 def test_without_think_close_everything_is_reasoning() -> None:
     completion = parse(f"all of it{EOS}")
     assert texts(completion) == ("all of it", "")
