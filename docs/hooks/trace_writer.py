@@ -42,8 +42,10 @@ class TraceWriter:
         self.parts: dict[str, list[Tensor]] = {}
 
     def begin(self, token_ids: Tensor, positions: Tensor) -> None:
-        """A forward pass of the next tokens: both integer ``[T]``."""
-        if positions[0] == 0:
+        """A forward pass of the next tokens: both integer ``[T]``. One of none, as an idle rank
+        makes, adds nothing.
+        """
+        if len(positions) and positions[0] == 0:
             self.parts.clear()
         self.add("token_ids", token_ids.long())
         self.add("positions", positions.long())

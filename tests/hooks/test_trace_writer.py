@@ -24,6 +24,19 @@ def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.Monke
         assert file.metadata()["model"] == "tiny"
 
 
+def test_a_pass_of_no_tokens_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in front of a sequence nor inside of it does it begin another one."""
+    folder = config_folder(tmp_path / "tiny")
+    writer = load_hook("trace_writer", monkeypatch).TraceWriter("mine", folder)
+    for positions in (torch.arange(0), torch.arange(2), torch.arange(0), torch.arange(2, 3)):
+        writer.begin(5 + positions, positions)
+        writer.add("hidden", torch.zeros(len(positions), 4))
+    assert writer.whole
+    with safe_open(str(writer.save(tmp_path / "theirs.safetensors")), framework="pt") as file:
+        assert file.get_tensor("token_ids").tolist() == [5, 6, 7]
+        assert file.get_tensor("hidden").shape == (3, 4)
+
+
 def test_a_folder_without_a_configuration_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
