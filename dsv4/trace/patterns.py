@@ -8,6 +8,8 @@ from dsv4.errors import UserError
 from dsv4.layers.values import Wants, value_names
 
 EVERY_VALUE = ("*",)
+# In every trace, whatever else is wanted.
+ALWAYS = ("token_ids", "positions")
 
 
 def matching(config: ModelConfig, at: Sequence[str], name: str = "at") -> Wants:
@@ -21,7 +23,7 @@ def matching(config: ModelConfig, at: Sequence[str], name: str = "at") -> Wants:
         raise UserError(f"{name}: found {at!r}, expected at least one pattern in a list of strings")
     names = value_names(config)
     for pattern in at:
-        if not any(fnmatchcase(value, pattern) for value in names):
+        if not any(fnmatchcase(value, pattern) for value in (*names, *ALWAYS)):
             raise UserError(
                 f"{name}: {pattern!r} matches no value of this model, "
                 f"expected names such as {names[0]!r} or 'layers.*.streams'"

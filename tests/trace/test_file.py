@@ -68,6 +68,12 @@ def test_chosen_values_come_with_tokens_and_positions(engine: Engine, tmp_path: 
         assert file.get_tensor("positions").tolist() == list(range(len(IDS)))
 
 
+def test_what_is_in_every_file_may_be_asked_for(engine: Engine) -> None:
+    always = {"positions", "token_ids"}
+    assert set(engine.trace(IDS[:3], at=["token_ids"])) == always
+    assert set(engine.trace(IDS[:3], at=["positions", "hidden"])) == {*always, "hidden"}
+
+
 def steps(file: TraceFile, count: int) -> None:
     for position in range(count):
         file.add("hidden", torch.full((1, 4), float(position)))
