@@ -36,7 +36,9 @@ def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
 
 @contextmanager
 def traced(job: Job, engine: Engine) -> Iterator[Watch | None]:
-    """What ``Engine.generate`` has to show; the file is whole when the block ends."""
+    """What ``Engine.generate`` has to show; the file is whole when the block ends. An error for NaN
+    says that the file has it.
+    """
     arguments = job.arguments
     if arguments.trace is None:
         yield None
@@ -45,5 +47,10 @@ def traced(job: Job, engine: Engine) -> Iterator[Watch | None]:
     metadata = trace_metadata(engine, Path(arguments.model).resolve().name)
     wants = matching(engine.config, arguments.trace_at or EVERY_VALUE, "--trace-at")
     most_tokens = min(prompt_tokens + arguments.max_tokens, engine.max_context)
-    with TraceFile(arguments.trace, metadata, most_tokens, prompt_tokens) as file:
-        yield Watch(file.add, wants)
+    try:
+        with TraceFile(arguments.trace, metadata, most_tokens, prompt_tokens) as file:
+            yield Watch(file.add, wants)
+    except FloatingPointError as error:
+        # The step that met it has ended.
+        found = f"{error}; --trace: {arguments.trace} has the steps up to there"
+        raise FloatingPointError(found) from None

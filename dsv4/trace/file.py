@@ -20,6 +20,9 @@ FORMAT = "dsv4-trace/1"
 # What of a value lies on the disk twice while the file is put together.
 _COPIED_BYTES = 1 << 20
 
+# What ends a trace at the steps that there are.
+_CUTS = (KeyboardInterrupt, BrokenPipeError, FloatingPointError)
+
 
 @dataclass
 class _Value:
@@ -35,8 +38,8 @@ class TraceFile:
     """Writes the trace ``path``, which appears when the block ends, with the steps that ended.
 
     A hidden folder beside it holds the rows until then. An interruption ends the block as usual,
-    also one that comes as it ends, and so does a reader of the text who has gone; after another
-    exception nothing is left behind.
+    also one that comes as it ends, and so do a reader of the text who has gone and NaN, whose place
+    the trace shows; after another exception nothing is left behind.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class TraceFile:
         trace: TracebackType | None,
     ) -> None:
         try:
-            is_cut = kind is not None and issubclass(kind, KeyboardInterrupt | BrokenPipeError)
+            is_cut = kind is not None and issubclass(kind, _CUTS)
             # Only the main thread is interrupted: it waits here until the file is whole.
             with self._writer:
                 if self._has_room and (kind is None or is_cut):

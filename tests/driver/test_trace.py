@@ -2,11 +2,13 @@
 
 import errno
 import json
+import math
 import stat
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.driver.conftest import read_json
 from tests.driver.drive import Drive
@@ -29,6 +31,22 @@ def test_a_run_leaves_the_values_of_its_prompt_and_its_tokens(drive: Drive, tmp_
     assert streams_TME.shape[0] == len(ids)
     assert all(name.startswith("layers.1.") for name in names - {"positions", "token_ids"})
     assert json.loads(metadata["config"])["num_hidden_layers"] > 1
+
+
+def test_nan_leaves_the_trace_of_the_step_that_met_it(
+    drive: Drive, broken_copy: Path, tmp_path: Path
+) -> None:
+    (shard,) = broken_copy.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["head.weight"][5].fill_(math.nan)
+    save_file(tensors, shard)
+    trace = tmp_path / "trace.safetensors"
+    flags = ("--model", broken_copy, "--prompt", "Hi", "--trace-at", "logits")
+    found = f"NaN in logits at position 4; --trace: {trace} has the steps up to there"
+    drive(*flags, "--trace", trace).assert_user_error(found)
+    with safe_open(trace, "pt") as file:
+        assert len(file.get_tensor("token_ids")) == 5
+        assert file.get_tensor("logits")[4].isnan().nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def broken_off(path: Path, count: int, error: type[BaseException]) -> None:
         raise error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError, FloatingPointError])
 def test_an_interrupted_trace_holds_the_steps_that_ended(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
