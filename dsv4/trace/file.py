@@ -3,11 +3,12 @@
 import shutil
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -61,8 +62,11 @@ class TraceFile:
         self._writer = ThreadPoolExecutor(1, "dsv4-trace")
         # Nobody waits for a thread that was interrupted while it started, so it starts now.
         self._writer.submit(int).result()
+        self._ending: Future[None] | None = None
         with naming_file(path):
             self._parts = Path(tempfile.mkdtemp(prefix=".dsv4-", dir=self._path.parent))
+        # At the latest with the program: an interruption may come before the block's end begins.
+        self._remove = finalize(self, shutil.rmtree, self._parts, ignore_errors=True)
 
     def __enter__(self) -> "TraceFile":
         return self
@@ -74,13 +78,11 @@ class TraceFile:
         trace: TracebackType | None,
     ) -> None:
         try:
-            is_cut = kind is not None and issubclass(kind, _CUTS)
-            # Only the main thread is interrupted: it waits here until the file is whole.
-            with self._writer:
-                if self._has_room and (kind is None or is_cut):
-                    self._writer.submit(self._finish).result()
-        finally:
-            shutil.rmtree(self._parts, ignore_errors=True)
+            self._end(kind)
+        except KeyboardInterrupt:
+            # It may have come before the writer knew of the end.
+            self._end(kind)
+            raise
 
     def add(self, name: str, rows: Tensor) -> None:
         """Appends rows of a value; ``token_ids``, the last one of a step, ends the step.
@@ -100,6 +102,16 @@ class TraceFile:
         value.written += rows.shape[0]
         if name == "token_ids":
             self._end_step()
+
+    def _end(self, kind: type[BaseException] | None) -> None:
+        """Only the main thread is interrupted: it waits here until the file is whole and the folder
+        gone. Twice does no more than once.
+        """
+        is_kept = kind is None or issubclass(kind, _CUTS)
+        if self._ending is None:
+            self._ending = self._writer.submit(self._finish, is_kept)
+        self._ending.result()
+        self._writer.shutdown()
 
     def _end_step(self) -> None:
         # At once: an interruption between two values would leave them with other numbers of rows.
@@ -127,7 +139,19 @@ class TraceFile:
             if name in self._ended
         }
 
-    def _finish(self) -> None:
+    def _finish(self, is_kept: bool) -> None:
+        """The file, if there is to be one, and then no folder any more. An interruption may have
+        had this asked for twice.
+        """
+        if not self._remove.alive:
+            return
+        try:
+            if is_kept and self._has_room:
+                self._put_together()
+        finally:
+            self._remove()
+
+    def _put_together(self) -> None:
         """The header, then the rows of each value, whose part goes as it is copied."""
         stored = self._stored()
         prefilled = min(self._prompt_tokens, self._ended["token_ids"])

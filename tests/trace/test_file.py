@@ -1,14 +1,16 @@
 """Trace files: what they hold, how they appear, and what an error leaves behind."""
 
+import gc
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -101,36 +103,69 @@ def test_an_interrupted_trace_holds_the_steps_that_ended(
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.safetensors"]
 
 
-@pytest.mark.parametrize("line", range(1, 8))
-def test_an_interruption_as_a_step_ends_leaves_as_many_rows_of_every_value(
-    tmp_path: Path, line: int
-) -> None:
+@contextmanager
+def interrupted_at(line: int, *codes: CodeType) -> Iterator[None]:
+    """In the block the ``line``-th line that runs of ``codes`` is interrupted before it begins."""
     passed = 0
 
     def interrupt(_: Any, event: str, __: Any) -> Any:
         nonlocal passed
         passed += event == "line"
         if passed == line:
+            sys.settrace(before)
             raise KeyboardInterrupt
         return interrupt
 
     def follow(frame: FrameType, _: str, __: Any) -> Any:
-        return interrupt if frame.f_code is TraceFile._end_step.__code__ else None
+        return interrupt if frame.f_code in codes else None
 
     before = sys.gettrace()
-    path = tmp_path / "trace.safetensors"
+    sys.settrace(follow)
     try:
-        with suppress(KeyboardInterrupt), TraceFile(path, {}, 8, 4) as file:
-            steps(file, 2)
-            file.add("hidden", torch.ones(1, 4))
-            sys.settrace(follow)
-            file.add("token_ids", torch.tensor([2]))
+        yield
     finally:
         sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", range(1, 8))
+def test_an_interruption_as_a_step_ends_leaves_as_many_rows_of_every_value(
+    tmp_path: Path, line: int
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    with suppress(KeyboardInterrupt), TraceFile(path, {}, 8, 4) as file:
+        steps(file, 2)
+        file.add("hidden", torch.ones(1, 4))
+        with interrupted_at(line, TraceFile._end_step.__code__):
+            file.add("token_ids", torch.tensor([2]))
     with safe_open(path, "pt") as found:
         ids = found.get_tensor("token_ids").tolist()
         assert ids in ([0, 1], [0, 1, 2])
         assert len(found.get_tensor("hidden")) == len(ids)
+
+
+@pytest.mark.parametrize("line", range(2, 8))
+@pytest.mark.parametrize("count", [0, 3])
+def test_an_interruption_as_the_block_ends_leaves_the_trace_and_no_folder(
+    tmp_path: Path, line: int, count: int
+) -> None:
+    """Line 1 is the ``try`` of ``__exit__``, which nothing guards."""
+    path = tmp_path / "trace.safetensors"
+    file = TraceFile(path, {}, 8, 4)
+    steps(file, count)
+    codes = (TraceFile.__exit__.__code__, TraceFile._end.__code__)
+    with suppress(KeyboardInterrupt), interrupted_at(line, *codes):
+        file.__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == ([path] if count else [])
+
+
+def test_no_folder_is_left_where_the_end_of_the_block_never_began(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.safetensors", {}, 8, 4)
+    steps(file, 1)
+    with suppress(KeyboardInterrupt), interrupted_at(1, TraceFile.__exit__.__code__):
+        file.__exit__(None, None, None)
+    del file
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("interruptible")
