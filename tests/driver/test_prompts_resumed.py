@@ -141,6 +141,17 @@ def test_answers_in_another_context_are_refused_and_kept(
     assert out.read_bytes() == there
 
 
+def test_a_seed_near_the_end_of_the_context_goes_with_it(ask: Ask, tmp_path: Path) -> None:
+    """There is no room for as many drafts there."""
+    lines: list[dict[str, object]] = [{"prompt": "a", "raw": True, "max_tokens": 8, "seed": 1}]
+    for context, codes in ((12, (0, 2)), (17, (0, 0))):
+        ask("--max-context", context, lines=lines)
+        assert (
+            tuple(ask("--max-context", most, lines=lines).code for most in (context, 40)) == codes
+        )
+        (tmp_path / "out").unlink()
+
+
 def test_a_whole_answer_counts_in_every_context_that_holds_it(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

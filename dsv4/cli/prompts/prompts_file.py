@@ -21,6 +21,7 @@ from dsv4.cli.prompts.settings import SETTINGS, as_keys, line_arguments
 from dsv4.command.errors import user_message
 from dsv4.errors import UserError, shorten
 from dsv4.json_object import parse_json_object
+from dsv4.limits import MAX_DRAFTS
 from dsv4.sampling import SamplingParams
 
 # What else decides about an answer; devices, graphs and chunks do not.
@@ -89,7 +90,7 @@ def read_line(
     arguments = line_arguments(parser, defaults, line)
     params = sampling_params(arguments, files.generation)
     tokens = most_line_tokens(arguments, files)
-    return PromptLine(number, id_, arguments, fingerprint(arguments, params), tokens)
+    return PromptLine(number, id_, arguments, fingerprint(arguments, params, tokens), tokens)
 
 
 def most_line_tokens(arguments: argparse.Namespace, files: ModelFiles) -> int:
@@ -115,11 +116,17 @@ def parse_line(text: bytes) -> dict[str, Any]:
         raise UserError(_PLACE.sub(r" at column \1", message)) from None
 
 
-def fingerprint(arguments: argparse.Namespace, params: SamplingParams) -> str:
-    """SHA-256 in hexadecimal of everything that decides about an answer but a drawn seed."""
+def fingerprint(arguments: argparse.Namespace, params: SamplingParams, tokens: int) -> str:
+    """SHA-256 in hexadecimal of everything that decides about an answer but a drawn seed.
+    ``tokens``: of prompt and answer at most.
+    """
     asked = {key: getattr(arguments, key) for key in ("prompt", "messages", *SETTINGS, *_NUMBERS)}
     asked["model"] = Path(arguments.model).resolve().name
     # A seed draws another text with other drafts.
     if params.temperature > 0 and arguments.seed is not None:
         asked |= drafts_asked_for(arguments)
+        # Near the end of the caches there is no room for as many.
+        most = arguments.max_context
+        if most is not None and arguments.draft != "off" and tokens + MAX_DRAFTS > most:
+            asked["max_context"] = most
     return hashlib.sha256(json.dumps(asked).encode("ascii")).hexdigest()
