@@ -17,7 +17,7 @@ from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
 from dsv4.errors import UserError
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing, exchange, torch_packing
+from dsv4.ops import TORCH, TORCH_PACKING, Ops, Packing, torch_packing
 from dsv4.ops.attention import decode as attention_decode
 from dsv4.ops.attention import prefill as attention_prefill
 from dsv4.ops.exchange import decode as exchange_decode
@@ -140,15 +140,13 @@ def prefill_ops(recording: Recording) -> Ops:
 def _parallel_products(
     recording: Recording, linear: exchange_prefill.Linear
 ) -> dict[str, Callable[..., Any]]:
-    """The products of weights that are cut over ranks, by an implementation of ``linear``."""
+    """The products that ranks share, by an implementation of ``linear``. Logits are those of at
+    most 8 tokens in every step.
+    """
     return {
         "row_parallel_linear": partial(
             exchange_prefill.row_parallel_linear_with, linear, recording
         ),
-        "vocab_parallel_linear": partial(
-            exchange_prefill.vocab_parallel_linear_with, linear, recording
-        ),
-        "gather_logits": exchange.gather_logits,
         "summed": partial(exchange_prefill.summed, recording),
     }
 

@@ -42,17 +42,6 @@ def row_parallel_linear_with(
     return send_partial(recording, linear(recording, x, weight, torch.float32))
 
 
-def vocab_parallel_linear_with(
-    linear: Linear, recording: Recording, hidden_TE: Tensor, weight: Weight
-) -> Tensor:
-    """``dsv4.ops.exchange.vocab_parallel_linear`` of a lone rank. Ranks compute the logits of at
-    most 8 tokens at a time.
-    """
-    if recording.peers is not None:
-        raise ValueError(f"hidden_TE: found {hidden_TE.shape[0]} tokens, expected at most 8")
-    return linear(recording, hidden_TE, weight, torch.float32)
-
-
 def send_partial(recording: Recording, partial_TE: Tensor) -> PartialSum:
     """A partial result is where the other ranks read it, once all have computed theirs."""
     peers = peers_of(recording)
