@@ -28,9 +28,8 @@ def channel_words(
     """
     itemsize = COMPUTE_DTYPES[engine.compute_dtype].itemsize
     row_bytes = config.hidden_size * itemsize
-    hidden = row_bytes // value_bytes(row_bytes)
-    streams_bytes = config.hc_mult * row_bytes
-    streams = streams_bytes // value_bytes(streams_bytes)
+    hidden = _words(row_bytes)
+    streams = _words(config.hc_mult * row_bytes)
     *_, last = placement.layer_devices
     others = [device for device in placement.devices if device != last]
     values = {(last, other): hidden for other in others}
@@ -40,6 +39,10 @@ def channel_words(
             between = values.get((source, target), 0)
             values[source, target] = max(between, streams)
     return {ends: MAX_DECODE_TOKENS * found for ends, found in values.items()}
+
+
+def _words(nbytes: int) -> int:
+    return nbytes // value_bytes(nbytes)
 
 
 def channel_bytes(

@@ -12,9 +12,10 @@ from dsv4.step.steps import RecordedSteps
 
 
 def logits_in_parts(steps: DirectSteps | RecordedSteps, hidden_TE: Tensor) -> Iterator[Tensor]:
-    """float32 ``[≤ 8, V]`` of final hidden states, in their order; each is overwritten by the next.
+    """float32 ``[T, V]`` of up to 8 final hidden states after the other, each overwritten by the
+    next.
 
     ``hidden_TE``: a copy, because logits are a step, which overwrites what the one before returned.
     """
-    for rows_TE in hidden_TE.split(MAX_DECODE_TOKENS):
-        yield steps.logits(rows_TE)
+    for first in range(0, len(hidden_TE), MAX_DECODE_TOKENS):
+        yield steps.logits(hidden_TE[first : first + MAX_DECODE_TOKENS])

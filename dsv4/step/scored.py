@@ -5,18 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.logprobs import TokenLogprobs, rank_rows
 from dsv4.step.direct import DirectSteps
+from dsv4.step.logit_parts import logits_in_parts
 from dsv4.step.steps import RecordedSteps
 
 
 class ScoredSteps:
-    """Runs the chunks of a prompt; ``found`` has an entry for every token but the first.
-
-    Logits are computed for ``MAX_DECODE_TOKENS`` positions at a time: a whole chunk of them takes
-    gigabytes, which nobody has planned.
-    """
+    """Runs the chunks of a prompt; ``found`` has an entry for every token but the first."""
 
     def __init__(
         self, steps: DirectSteps | RecordedSteps, token_ids: Sequence[int], count: int
@@ -32,9 +28,10 @@ class ScoredSteps:
         # Logits are a step too, which overwrites what the one before it returned.
         hidden_TE = self._steps.run(token_ids).clone()
         following = self._token_ids[len(self.found) + 1 :][: len(token_ids)]
-        for first in range(0, len(following), MAX_DECODE_TOKENS):
-            tokens = following[first : first + MAX_DECODE_TOKENS]
-            logits_TV = self._steps.logits(hidden_TE[first : first + len(tokens)])
+        done = 0
+        for logits_TV in logits_in_parts(self._steps, hidden_TE[: len(following)]):
+            tokens = following[done : done + len(logits_TV)]
+            done += len(tokens)
             tokens_T = torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device)
             ids_TN, logprobs_TN = rank_rows(logits_TV, tokens_T, self._count)
             self.found += map(TokenLogprobs.of, ids_TN.cpu(), logprobs_TN.cpu())
