@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.declarations import DENSE
 from dsv4.checkpoint.drafts import mtp_kind
+from dsv4.checkpoint.finite import check_finite
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.matrices import Held, unfilled_matrices
 from dsv4.checkpoint.pieces import Piece
@@ -95,8 +96,8 @@ def load_weights(
     or float32 vector as stored; FLOAT float32; TABLE int64. Several threads read matrices
     (``Transfer``); ``progress`` is called with (bytes done, bytes in all), by one thread at a time.
     Raises one ``UserError`` with everything that does not fit, before anything is loaded; and one
-    for what only the values show: NaN or infinity in small tensors, expert ids or scales out of
-    range; and for a file that is replaced or written to meanwhile.
+    for what only the values show: NaN or infinity, expert ids or scales out of range; and for a
+    file that is replaced or written to meanwhile.
     """
     found = find_parameters(checkpoint, config, mtp)
     _log_skipped(checkpoint, found)
@@ -245,6 +246,7 @@ def _prepared(
     def check(name: str) -> None:
         stored, weights, input_scales = unchecked.pop(name)
         for weight in weights:
+            check_finite(checkpoint, stored, weight)
             check_scales(checkpoint, stored, weight)
         check_input_scales(checkpoint, stored, input_scales)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.finite import check_finite
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.scale_values import check_scales
@@ -31,10 +32,11 @@ def load_matrix(
     """One LINEAR, EXPERT or FLOOR parameter on ``device``, or only one ``expert`` of it (without
     the stack dimension).
 
-    Raises ``UserError`` for scales out of range.
+    Raises ``UserError`` for scales out of range, and for NaN and infinity.
     """
     (weight,), pieces = unfilled_matrices(checkpoint, stored, [Held(device, None)], expert)
     transfer(pieces, lambda _: None)
+    check_finite(checkpoint, stored, weight, expert or 0)
     check_scales(checkpoint, stored, weight, expert or 0)
     return weight
 

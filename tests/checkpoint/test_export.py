@@ -130,12 +130,8 @@ def test_other_files_come_along_but_nothing_from_outside(bf16: Path, tmp_path: P
 
 
 def test_nothing_is_left_behind_when_an_export_fails(bf16: Path, tmp_path: Path) -> None:
-    def edit(tensors: Tensors) -> None:
-        tensors["head.weight"][-1, -1] = float("nan")
-
-    folder = changed_copy(bf16, tmp_path / "a", edit)
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"layers|head|found NaN"):
+    with pytest.raises(UserError, match="mtp.0.ffn.experts.7.w3.weight: found inf at"):
         export(
             changed_copy(bf16, tmp_path / "b", damage_last_expert),
             tmp_path / "out/x",
@@ -143,7 +139,6 @@ def test_nothing_is_left_behind_when_an_export_fails(bf16: Path, tmp_path: Path)
             Dialect.NATIVE,
         )
     assert list((tmp_path / "out").iterdir()) == []
-    export(folder, tmp_path / "out/y", "bf16", Dialect.NATIVE)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -189,18 +188,18 @@ def test_bad_messages_file_is_one_line_and_exit_code_2(
     drive("--messages", path).assert_user_error("--messages", "messages.json")
 
 
-def test_nan_in_an_indexer_is_one_line(drive: Drive, broken_copy: Path) -> None:
+def test_infinity_in_an_indexer_is_one_line(drive: Drive, broken_copy: Path) -> None:
     poisoned = 0
     for shard in broken_copy.glob("*.safetensors"):
         tensors = load_file(shard)
         for name, tensor in tensors.items():
             if name.endswith("indexer.weights_proj.weight"):
-                tensor.fill_(math.nan)
+                tensor.fill_(3e38)
                 poisoned += 1
         save_file(tensors, shard)
     assert poisoned
     result = drive("--prompt", "Hello, how are you today?", "--model", broken_copy)
-    result.assert_user_error("NaN")
+    result.assert_user_error("infinity in layers.")
 
 
 @pytest.mark.parametrize(
