@@ -1,6 +1,7 @@
 """A checkpoint before any weight is read: its parameters, their devices and the memory plan."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
 from dsv4.opened_draft import OpenedDraft, checkpoint_decides
 from dsv4.ops.hyper_connection.seam import MAX_STREAMS
+from dsv4.ops.quantize_activations import NVFP4_LARGEST
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -43,6 +45,7 @@ from dsv4.plan import MemoryPlan, available_bytes, max_context_tokens, plan_memo
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import is_packed
 from dsv4.weights.parameters import Parameter
+from dsv4.weights.quant import QuantFormat
 
 Progress = Callable[[int, int], None]
 
@@ -91,6 +94,8 @@ class OpenedCheckpoint:
         ops = TABLES[name]
         if not isinstance(ops, DirectTable):
             _check_limits(checkpoint, config)
+        if engine.prefill_activations == "nvfp4":
+            _check_hidden_rows(checkpoint, config, stored)
         try:
             draft = OpenedDraft.open(checkpoint, config, engine, ops)
         except UserError as refusal:
@@ -196,6 +201,24 @@ def _check_limits(checkpoint: Checkpoint, config: ModelConfig) -> None:
             expected = f"at most {most} with the CUDA ops; EngineConfig.ops='torch' takes more"
             source = checkpoint.folder / "config.json"
             raise UserError(f"{source}: {key}: found {found}, expected {expected}")
+
+
+def _check_hidden_rows(
+    checkpoint: Checkpoint, config: ModelConfig, stored: Iterable[ParameterDescription]
+) -> None:
+    """Raises ``UserError`` where NVFP4 experts would read hidden rows with a global scale above 1:
+    sixteen values below 6 · 2^-10 of it become zeros (docs/numerics.md#quantised-activations).
+    """
+    largest_weight = max(1.0, config.routed_scaling_factor)
+    most = math.sqrt(NVFP4_LARGEST / largest_weight)
+    is_nvfp4 = any(format is QuantFormat.NVFP4 for _, format, _ in stored)
+    if is_nvfp4 and config.swiglu_limit > most:
+        source = checkpoint.folder / "config.json"
+        found = f"found {config.swiglu_limit:g}, expected at most {most:.3g}"
+        raise UserError(
+            f"{source}: swiglu_limit: {found} (for routing weights up to {largest_weight:g}) with "
+            "EngineConfig.prefill_activations='nvfp4', in which small hidden values become zeros"
+        )
 
 
 def _is_kept(parameter: Parameter) -> bool:

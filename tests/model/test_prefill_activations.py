@@ -1,12 +1,18 @@
 """Quantised activations in a whole model: only prompts have them, and chunks do not matter."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, ModelConfig
+from dsv4.checkpoint import tiny_config, write_synthetic
 from dsv4.engine_config import ActivationMode
+from dsv4.errors import UserError
 from dsv4.layers.weights import Weights
+from dsv4.ops.quantize_activations import hidden_global_scale, quantize_nvfp4
 from dsv4.parallel.devices import table_on
 from dsv4.parallel.placement import Placement
 from dsv4.weights.parameters import Role, parameters
@@ -64,3 +70,22 @@ def test_prompts_are_rounded_and_chunks_do_not_matter(mode: ActivationMode) -> N
 @pytest.mark.parametrize("mode", ["fp8", "nvfp4"])
 def test_decode_steps_are_not_rounded(mode: ActivationMode) -> None:
     assert torch.equal(logits(mode, [8] * 5), logits("bf16", [8] * 5))
+
+
+def test_a_limit_that_takes_small_hidden_values_is_refused(tmp_path: Path) -> None:
+    """A row of ones has zeros only, with the scale of a limit of 1000."""
+    ones = torch.ones(1, 64)
+    assert not quantize_nvfp4(ones, hidden_global_scale(1000.0, 2.5)).dequantize().any()
+    assert quantize_nvfp4(ones, hidden_global_scale(32.0, 2.5)).dequantize().all()
+    for limit in (32.0, 1000.0):
+        raw = tiny_config(swiglu_limit=limit, routed_scaling_factor=2.5)
+        for layout in ("native", "nvfp4-experts"):
+            write_synthetic(tmp_path / f"{layout} {limit:g}", raw, layout, 0)
+    engine = EngineConfig(device="cpu", prefill_activations="nvfp4")
+    for accepted in ("nvfp4-experts 32", "native 1000"):
+        Engine.plan(tmp_path / accepted, engine)
+    refused = tmp_path / "nvfp4-experts 1000"
+    expected = "found 1000, expected at most 32.8 (for routing weights up to 2.5) with"
+    with pytest.raises(UserError, match=re.escape(f"config.json: swiglu_limit: {expected}")):
+        Engine.plan(refused, engine)
+    Engine.plan(refused, EngineConfig(device="cpu", prefill_activations="fp8"))
