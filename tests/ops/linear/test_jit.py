@@ -59,6 +59,25 @@ def test_kernels_configurations_and_architectures_have_files_of_their_own(
     assert compiled == expected
 
 
+def test_a_file_that_cannot_be_read_counts_as_absent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that another process has removed, or of a disk that fails."""
+    from dsv4.ops.linear.cutedsl import jit
+
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(jit, "compile_kernel", lambda *_: Compiled("new"))
+    wanted = (Compiled, Config(1), "sm_100a")
+    jit.load.__wrapped__(*wanted)
+    (file,) = (tmp_path / "cache").iterdir()
+    file.unlink()
+    file.symlink_to("absent")
+    assert jit.load.__wrapped__(*wanted).text == "new"
+    assert file.read_text() == "new"
+    # Nothing but it is left in the folder.
+    assert list((tmp_path / "cache").iterdir()) == [file]
+
+
 def test_hosts_of_another_kind_have_files_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

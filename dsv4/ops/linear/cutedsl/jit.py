@@ -4,7 +4,7 @@ and calls it with torch tensors.
 The compiled function takes torch tensors through TVM FFI, runs on their device and on torch's
 current stream there, and costs about 5 us of host time per call. Object files are kept beside the
 cubins of ``dsv4.launch.compiler``, named by everything that decides the machine code, that of the
-host included, and by their own digest: one that was cut short counts as absent.
+host included, and by their own digest: one that was cut short, or cannot be read, counts as absent.
 """
 
 import functools
@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import platform
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream
 
-from dsv4.launch.compiler import cache_folder
+from dsv4.launch.compiler import cache_folder, keep_file
 from dsv4.launch.kernel import ceil_div
 from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
 from dsv4.weights.quant import QuantFormat
@@ -95,18 +96,16 @@ def load(kernel: KernelType, config: Any, architecture: str):
     folder = cache_folder()
     key = _key(kernel, config, architecture)
     for path in folder.glob(f"{_FUNCTION}-{key}-*.o"):
-        if path.stem.endswith(_digest(path.read_bytes())):
+        if _is_whole(path):
             return _module(path)[_FUNCTION]
     compiled = compile_kernel(kernel, config, architecture)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            written = Path(work) / f"{_FUNCTION}.o"
-            compiled.export_to_c(str(written), _FUNCTION)
-            written.replace(folder / f"{_FUNCTION}-{key}-{_digest(written.read_bytes())}.o")
-    except OSError:
-        # A folder that cannot be written only costs the next process its time.
-        pass
+    # A disk that cannot be written only costs the next process its time. The object file is made
+    # where systems clean up behind processes that were killed.
+    with suppress(OSError), tempfile.TemporaryDirectory() as work:
+        written = Path(work) / f"{_FUNCTION}.o"
+        compiled.export_to_c(str(written), _FUNCTION)
+        content = written.read_bytes()
+        keep_file(folder / f"{_FUNCTION}-{key}-{_digest(content)}.o", content)
     return compiled
 
 
@@ -152,6 +151,14 @@ def host() -> tuple[str, str]:
         lines = []
     has = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return platform.machine(), has
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return path.stem.endswith(_digest(content))
 
 
 def _digest(content: bytes) -> str:
