@@ -57,12 +57,14 @@ class CheckpointRun:
     def check_model(self) -> None:
         """Raises ``UserError`` without such a folder, and for more tokens than the model has."""
         check_model_folder(self.model)
-        most = ModelConfig.from_folder(self.model).max_position_embeddings
-        if self.max_context > most:
-            raise UserError(
-                f"--prompt-tokens: found {self.prompt_tokens} with --decode-tokens "
-                f"{self.decode_tokens}, expected at most {most - _ROOM} together"
-            )
+        most = ModelConfig.from_folder(self.model).max_position_embeddings - _ROOM
+        if self.decode_tokens >= most:
+            expected = f"at most {most - 1}"
+            raise UserError(f"--decode-tokens: found {self.decode_tokens}, expected {expected}")
+        if self.prompt_tokens + self.decode_tokens > most:
+            found = f"found {self.prompt_tokens} with --decode-tokens {self.decode_tokens}"
+            expected = f"at most {most - self.decode_tokens}"
+            raise UserError(f"--prompt-tokens: {found}, expected {expected}")
 
 
 def bench_checkpoint(run: CheckpointRun, write_text: Callable[[str], object]) -> dict[str, Any]:

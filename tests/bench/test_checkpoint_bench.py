@@ -80,8 +80,15 @@ def test_stdout_as_the_file_of_the_record_has_it_once(
     ("flags", "message"),
     [
         (["--model", "gone"], "--model: gone: no such folder"),
-        (["--prompt-tokens", "8065"], "--prompt-tokens: found 8065 with --decode-tokens 64, "),
-        (["--decode-tokens", "9000"], "--prompt-tokens: found 512 with --decode-tokens 9000, "),
+        (
+            ["--prompt-tokens", "8065"],
+            "--prompt-tokens: found 8065 with --decode-tokens 64, expected at most 8064\n",
+        ),
+        (
+            ["--decode-tokens", "8000"],
+            "--prompt-tokens: found 512 with --decode-tokens 8000, expected at most 128\n",
+        ),
+        (["--decode-tokens", "8128"], "--decode-tokens: found 8128, expected at most 8127\n"),
     ],
 )
 def test_what_the_model_lacks_is_refused_before_any_process_starts(
