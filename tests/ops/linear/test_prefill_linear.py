@@ -8,13 +8,13 @@ from torch import Tensor
 
 from dsv4.ops.immediate import PreparedOp, immediately
 from dsv4.ops.linear import prefill
-from dsv4.ops.linear.prefill import NARROW, Results, Tile, build_for
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
+from tests.ops.instruction_sets import INSTRUCTION_SETS, use_instructions
 
 pytestmark = pytest.mark.gpu
 FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, QuantFormat.BF16]
@@ -23,26 +23,9 @@ linear = immediately(prefill.linear)
 grouped_linear = immediately(prefill.grouped_linear)
 
 
-def portable_build(
-    format: QuantFormat,
-    mode: int,
-    architecture: str,
-    results: Results = Results.ROUNDED,
-    tile: Tile = NARROW,
-) -> prefill.Build:
-    """The choice on a GPU without wgmma."""
-    return build_for(format, mode, "sm_100a", results, tile)
-
-
-@pytest.fixture(params=["mma", "wgmma"], autouse=True)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both kernels, where the GPU has both."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    if request.param == "wgmma" and not hopper:
-        pytest.skip("wgmma is Hopper's")
-    if request.param == "mma" and hopper:
-        monkeypatch.setattr(prefill, "build_for", portable_build)
-    return request.param
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_instructions(request.param, monkeypatch, prefill)
 
 
 def normal(

@@ -13,7 +13,8 @@ from dsv4.ops.norm.cuda import rms_norm
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison
-from tests.ops.linear.test_prefill_linear import assert_product, normal, portable_build
+from tests.ops.instruction_sets import INSTRUCTION_SETS, use_instructions
+from tests.ops.linear.test_prefill_linear import assert_product, normal
 
 pytestmark = pytest.mark.gpu
 
@@ -32,14 +33,10 @@ LISTS = {
 linear_rows = immediately(prefill_rows.linear_rows)
 
 
-@pytest.fixture(params=["mma", "wgmma"], autouse=True)
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels, where the GPU has both."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    if request.param == "wgmma" and not hopper:
-        pytest.skip("wgmma is Hopper's")
-    if request.param == "mma" and hopper:
-        monkeypatch.setattr(prefill_rows, "build_for", portable_build)
+    use_instructions(request.param, monkeypatch, prefill_rows)
+    if request.param == "mma":
         monkeypatch.setattr(prefill_rows, "takes_boxes", lambda *_: False)
 
 

@@ -14,7 +14,7 @@ from dsv4.weights.packed import pack_weight
 from dsv4.weights.quant import QuantFormat, QuantTensor
 from dsv4.weights.quantize import quantize
 from tests.ops.gpu import assert_no_synchronisation, assert_replay_is_eager, poison, relative_error
-from tests.ops.linear.test_prefill_linear import portable_build
+from tests.ops.instruction_sets import INSTRUCTION_SETS, use_instructions
 
 pytestmark = pytest.mark.gpu
 moe_prefill = immediately(prefill.expert_sum)
@@ -22,15 +22,9 @@ FORMATS = [QuantFormat.NVFP4, QuantFormat.MXFP4, QuantFormat.FP8_BLOCK128, Quant
 LIMIT = 10.0
 
 
-@pytest.fixture(params=["mma", "wgmma"], autouse=True)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    if request.param == "wgmma" and not hopper:
-        pytest.skip("wgmma is Hopper's")
-    if request.param == "mma" and hopper:
-        for module in (linear_prefill, grouped):
-            monkeypatch.setattr(module, "build_for", portable_build)
-    return request.param
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_instructions(request.param, monkeypatch, linear_prefill, grouped)
 
 
 def random(seed: int) -> torch.Generator:
