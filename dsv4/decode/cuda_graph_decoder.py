@@ -1,6 +1,6 @@
 """CUDAGraphDecoder: decode steps as replays of captured graphs, on a stream of its own per device.
 
-Two modes run the same recorded step. ``full``: one graph per device segment, attention included.
+Two modes run the same recorded step. ``full``: one graph per device, attention included.
 ``split``: per layer a Graph A (mHC seam, norm, projections) and a Graph B (mHC seam, router,
 experts), and between them attention (KV write, compressor, indexer, top-k, FMHA, inverse RoPE,
 output projection) launched eagerly, so that any attention can be put there. How a token flows is
