@@ -1,4 +1,4 @@
-"""Single-shot inference for DeepSeek-V4 (Flash and Pro) NVFP4 checkpoints on one 8-GPU node.
+"""Single-shot inference for DeepSeek-V4 (Flash and Pro) checkpoints on one node of 1 to 8 GPUs.
 
 Dimension key, used as suffixes of tensor names (``q_THD``, ``logits_TV``) throughout the package:
 

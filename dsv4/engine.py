@@ -57,6 +57,8 @@ class Engine(EngineInputs):
 
     Every call that changes the sequence ends a ``generate`` that is under way. Steps compute in
     inference mode; what the engine returns is copied outside it, so that callers may change it.
+    Ids outside the vocabulary, none, and more than ``max_context`` holds raise ``UserError`` and
+    leave the sequence as it was.
     """
 
     def __init__(
@@ -133,10 +135,9 @@ class Engine(EngineInputs):
         it ``packing(done_bytes, total_bytes)`` as weights are put into the op table's layout, and
         ``keeping(done_bytes, total_bytes)`` as packed ones are written to disk.
 
-        ``change_table`` replaces the op table that ``config`` chooses, e.g. to swap ops.
-
-        Raises ``UserError`` before any weight is read: for a bad folder, when the memory plan does
-        not fit, and for a GPU or an installation without the ops that are asked for.
+        ``change_table`` replaces the op table that ``config`` chooses, e.g. to swap ops. Raises
+        ``UserError`` before any weight is read: for a bad folder, when the memory plan does not
+        fit, and for a GPU or an installation without the ops that are asked for.
         """
         engine_config = EngineConfig.given(config)
         opened = OpenedCheckpoint.open(path, engine_config)
@@ -161,15 +162,16 @@ class Engine(EngineInputs):
     def plan(
         path: str | Path, config: EngineConfig | None = None, gpu_memory: int | None = None
     ) -> MemoryPlan:
-        """The memory plan of ``load`` with the same arguments, from the headers alone.
-
-        ``gpu_memory``: the plan of GPUs with this many bytes each, which need not be there.
+        """The memory plan of ``load`` with the same arguments, from the headers alone, also where
+        it does not fit; with ``gpu_memory`` that of GPUs with this many bytes each, which need not
+        be there. Raises ``UserError``.
         """
         return OpenedCheckpoint.open(path, EngineConfig.given(config), gpu_memory).plan
 
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
-        ``[V]``. NaN raises ``FloatingPointError``, and the next sequence begins.
+        ``[V]``. ``progress(done_tokens, total_tokens)`` is told about every chunk. NaN or +∞ raises
+        ``FloatingPointError``; the engine then stands at a new, empty sequence.
         """
         token_ids = self._ids(token_ids)
         self._end_run()
@@ -183,7 +185,7 @@ class Engine(EngineInputs):
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends 1 to 8 tokens in one step; returns float32 ``[T, V]``, row t the logits after
-        token t.
+        token t. More raise ``ValueError``. NaN is not looked for.
 
         With ``cuda_graph`` a step of as many tokens as were captured (1, and with drafts those that
         verify) replays; others run eagerly.
@@ -210,17 +212,17 @@ class Engine(EngineInputs):
         watch: Watch | None = None,
         reuse: bool = False,
     ) -> Generator[int, None, None]:
-        """Yields sampled ids of a fresh sequence to a stop token, the limit or the context's end.
+        """Yields sampled ids of a fresh sequence up to a stop token, which is not yielded, the
+        limit or the context's end. The prompt is read when the first one is asked for.
 
-        ``stop_token_ids`` defaults to the model's EOS ids. A ``Sampler`` shows what is ``noted`` of
-        a token as it comes, and nothing of an earlier call. ``watch`` is shown the values of every
-        step.
-        ``reuse``: what the current sequence has in common with ``token_ids`` is not computed again
-        (``reusable_tokens``), and a later call can come back to this one's prompt from behind any
-        answer. ``last_run`` holds the statistics once the iterator ends, also when the caller
-        closes it early. Raises ``UserError`` for wrong arguments and long prompts,
-        ``FloatingPointError`` for NaN, ``RuntimeError``, without statistics, when another call
-        changed the sequence, which begins when the first token is asked for.
+        ``sampling`` None is ``SamplingParams()``, ``stop_token_ids`` None the model's EOS ids. A
+        ``Sampler`` shows what is ``noted`` of a token as it comes, and nothing of an earlier call.
+        ``watch`` is shown the values of every step. ``reuse``: what the current sequence has in
+        common with ``token_ids`` is not computed again (``reusable_tokens``), and a later call can
+        come back to this one's prompt from behind any answer. ``last_run`` holds the statistics
+        once the iterator ends, also when the caller closes it early. Raises ``UserError`` for wrong
+        arguments, ``FloatingPointError`` for NaN, and ``RuntimeError``, without statistics, when
+        another call changed the sequence.
         """
         prompt = self._whole(token_ids)
         request = Request.checked(

@@ -36,24 +36,25 @@ class EngineConfig:
     """How to run the model; everything that is not a property of the checkpoint.
 
     ``device`` is "auto" (CUDA when there is a device), "cpu" or "cuda". ``parallel`` spreads the
-    layers over ``gpus`` devices: contiguous and balanced by bytes ("pipeline"), layer l on device l
-    mod N ("round-robin"), or a part of every layer on each of 2, 4 or 8 ("tensor"). ``kv_dtype``
-    and ``index_dtype`` choose what the caches hold: "fp8" rows (model.md#cache-rows) or "bf16", not
-    quantised, stored in ``compute_dtype``; ``index_dtype`` None follows ``kv_dtype``.
-    ``max_context`` is in tokens (``None``: the model's maximum, at most 8192); ``prefill_chunk`` in
-    tokens per forward (None: by the devices, on several also by the length of the prompt). ``ops``:
-    the op table; "auto" is "cuda" on a GPU in bfloat16, with native kernels where they have passed
-    their checks, else "torch". ``require_native``: an error where native kernels are not used.
-    ``cuda_graph``: how single tokens are decoded: eagerly (None) or by ``CUDAGraphDecoder`` in a
-    mode; "auto" takes the faster one that is exact. ``prefill_activations``: what quantised weights
-    are multiplied with in a prompt: activations of 16 bit ("bf16") or rounded ones
-    (numerics.md#quantised-activations). ``draft``: the draft module (docs/speculative.md), "auto"
-    the one of ``draft_weights``, or with the CUDA ops that of the checkpoint where there is room;
-    one that is off is not loaded. ``draft_tokens``: drafts of a step, None as many as the module
-    was trained to make (of a ``draft`` "auto" these or none, whichever is measured to be faster),
-    "auto" any number by what is measured. ``draft_weights``: a folder that holds the module in the
-    place of the checkpoint. ``packed_cache``: a folder that keeps packed weights
-    (docs/checkpoints.md). Raises ``UserError``.
+    layers over ``gpus`` devices, 1 to 8: contiguous and balanced by bytes ("pipeline"), layer l on
+    device l mod N ("round-robin"), or a part of every layer on each of 2, 4 or 8 ("tensor").
+    ``compute_dtype`` is what is computed in; "float32" takes the torch ops and keeps matrices as
+    float32. ``kv_dtype`` and ``index_dtype`` choose what the caches hold: "fp8" rows
+    (model.md#cache-rows) or "bf16", not quantised, stored in ``compute_dtype``; ``index_dtype``
+    None follows ``kv_dtype``. ``max_context`` is in tokens (``None``: the model's maximum, at most
+    8192); ``prefill_chunk`` in tokens per forward, 1 to 16384 (None: by the devices, on several
+    also by the length of the prompt). ``ops``: the op table; "auto" is "cuda" on a GPU in bfloat16,
+    with native kernels where they have passed their checks, else "torch". ``require_native``: an
+    error where native kernels are not used. ``cuda_graph``: how single tokens are decoded: eagerly
+    (None) or by ``CUDAGraphDecoder`` in a mode; "auto" takes the faster one that is exact.
+    ``prefill_activations``: what quantised weights are multiplied with in a prompt: activations of
+    16 bit ("bf16") or rounded ones (numerics.md#quantised-activations). ``draft``: the draft module
+    (docs/speculative.md), "auto" the one of ``draft_weights``, or with the CUDA ops that of the
+    checkpoint where there is room; one that is off is not loaded. ``draft_tokens``: drafts of a
+    step, None as many as the module was trained to make (of a ``draft`` "auto" these or none,
+    whichever is measured to be faster), "auto" any number by what is measured. ``draft_weights``: a
+    folder that holds the module in the place of the checkpoint. ``packed_cache``: a folder that
+    keeps packed weights (docs/checkpoints.md). Raises ``UserError``.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -40,9 +40,9 @@ class EngineInputs(EngineSequence):
     def logits(self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None) -> Tensor:
         """Teacher-forced logits of a fresh sequence at all positions, float32 ``[T, V]``.
 
-        ``chunk_sizes`` (summing to T) says how the tokens are fed; a size above ``prefill_chunk``
-        and 8 is split. The plan does not count the result. Raises ``FloatingPointError`` for NaN
-        that the logits do not show.
+        ``chunk_sizes``, positive integers that sum to T (else ``ValueError``), says how the tokens
+        are fed; a size above ``prefill_chunk`` and 8 is split. The plan does not count the result.
+        Raises ``FloatingPointError`` for NaN that the logits do not show.
         """
         ids = self._whole(token_ids)
         most = max(chunk_tokens(self.engine_config), MAX_DECODE_TOKENS)
@@ -82,7 +82,8 @@ class EngineInputs(EngineSequence):
         prompt_tokens: int | None = None,
     ) -> dict[str, Tensor]:
         """The values of a fresh sequence whose names match the patterns ``at``, on the CPU
-        (traces.md#values). Those after ``prompt_tokens`` (None: all) are fed one by one.
+        (traces.md#values). Those after ``prompt_tokens`` (None: all) are fed one by one. Raises
+        ``UserError`` for a pattern that matches no value of the model.
         """
         found = ShownValues()
         self.run_traced(token_ids, Watch(found.add, matching(self.config, at)), prompt_tokens)

@@ -27,11 +27,13 @@ _LARGEST_TOP_K = 1 << 24
 class SamplingParams:
     """How the next token is chosen; the defaults are the model's own (model.md#sampling).
 
-    ``temperature`` 0 is greedy (lowest id on ties). ``top_p`` in (0, 1], ``min_p`` in [0, 1].
-    ``seed`` None draws a fresh one. ``top_k`` most likely tokens are left before top-p, 0: all.
-    ``logprobs`` changes no token: with every one its log-probability and this many most likely ones
-    are noted, for ``RunStats.logprobs``. Numbers of numpy are as good as Python's. Raises
-    ``UserError`` for values out of range.
+    ``temperature`` 0 is greedy (lowest id on ties); else a token is drawn. ``top_k`` most likely
+    tokens are left first, 0: all. ``top_p`` in (0, 1] leaves the fewest most likely ones with
+    together this probability, ``min_p`` in [0, 1] those with this share of the largest one.
+    ``seed``, from 0 to 2^63 − 1, makes draws repeatable; None draws a fresh one. ``logprobs``, from
+    0 to 1000, changes no token: with every one its log-probability and this many most likely ones
+    are noted, for ``RunStats.logprobs``; None notes nothing. Numbers of numpy are as good as
+    Python's. Raises ``UserError`` for values out of range.
     """
 
     temperature: float = 1.0

@@ -43,7 +43,7 @@ class EngineSequence:
     def rewind(self, tokens: int) -> None:
         """Takes back the last ``tokens`` tokens, e.g. rejected draft tokens: at most 8, and none
         more than 11 behind the furthest position that this sequence has reached, because the rings
-        remember no more.
+        remember no more. Raises ``UserError`` for more.
         """
         self._end_run()
         taken_back = check_integer("tokens", tokens, 0, self.state.undoable_tokens)
