@@ -8,14 +8,12 @@ class Completion:
     """A parsed completion.
 
     message: as `parse_message_from_completion_text` returns it. The arguments of every tool call
-    are a valid JSON
-        object; a call that was cut off is left out.
+        are a valid JSON object; a call that was cut off is left out.
     repairs: names of the deviations that were mended, in the order of their first occurrence; empty
-    for a completion
-        that follows the format. `encoding.streaming_parser` lists the names.
+        for a completion that follows the format. `encoding.streaming_parser` lists the names.
     complete: whether the model ended its turn itself (EOS), so that nothing is missing at the end.
     cut_off: what was left out at the end because it was cut off, as the model wrote it: a tool
-    call, or half a marker.
+        call, or half a marker.
     """
 
     message: dict

@@ -32,15 +32,18 @@ def encode_messages(
     with BOS.
 
     messages: OpenAI-style dictionaries with role system, user, assistant, tool, developer or
-    latest_reminder. `tools`
-        and `response_format` belong to a system or developer message. They are read, never changed.
-    thinking_mode: "thinking" lets the model reason first, "chat" does not. context: earlier
-    messages whose text the caller already has; only what follows it is returned, without BOS.
-    drop_thinking: leave out the reasoning of turns before the last user message. Ignored if any
-    message has tools. reasoning_effort, profile: see `encoding.reasoning_effort`; the effort has no
-    effect in chat mode. neutralize_control_tokens: False writes all text as it is, like the
-    official encoder. With True an assistant's
-        reasoning that still carries its `<think>` tags loses them, since the format writes its own.
+        latest_reminder (model.md#messages). `tools` and `response_format` belong to a system or
+        developer message. They are read, never changed.
+    thinking_mode: "thinking" lets the model reason first, "chat" does not.
+    context: earlier messages whose text the caller already has. Only what follows it is returned,
+        without BOS.
+    drop_thinking: leaves out the reasoning of turns before the last user message. Ignored if any
+        message has tools.
+    add_default_bos_token: False leaves out BOS.
+    reasoning_effort, profile: see `encoding.reasoning_effort`; no effect in chat mode.
+    neutralize_control_tokens: False writes all text as it is, like the official encoder. With True
+        an assistant's reasoning that still carries its `<think>` tags loses them, since the format
+        writes its own.
 
     The generation prompt is written after a final user, developer or tool message. A conversation
     that ends with an assistant message is closed by EOS, or left open for continuation if that

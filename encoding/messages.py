@@ -111,7 +111,7 @@ def _parse_message(message: object, where: str) -> Message:
 
 def content_text(content: object, where: str) -> str:
     """A content as one string: None is empty, parts are joined with blank lines
-    (model.md#messages).
+    (model.md#messages). ValueError names `where`.
     """
     if content is None:
         return ""

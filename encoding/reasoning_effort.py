@@ -68,8 +68,8 @@ def effort_prefix(effort: str | None, profile: str) -> str:
 def fold_reasoning_effort(effort: str, profile: str) -> str:
     """The profile's own name for an API effort: minimal, low, medium, high, xhigh or max.
 
-    Preview weights know only high and max, so everything below high is high there. ValueError for
-    other names.
+    Official weights know low, high and max: minimal and medium are low, xhigh is high. Preview
+    weights know high and max: everything below max is high. ValueError for other names.
     """
     if effort not in _API_EFFORTS:
         names = ", ".join(_API_EFFORTS)

@@ -7,7 +7,7 @@ class StopStrings:
     """Text up to the first stop string. What may be the beginning of one is held back.
 
     The string that is complete first counts, of several that end with the same character the
-    longest; so the result does not depend on the pieces.
+    longest; so the result does not depend on the pieces. `found` is that string, None until then.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:

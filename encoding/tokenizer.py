@@ -78,7 +78,9 @@ class Tokenizer:
         return -(-len(text.encode("utf-8", "replace")) // self._longest_token)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of `token_ids`, control tokens included; bytes that are not UTF-8 become U+FFFD."""
+        """Text of `token_ids`, control tokens included; bytes that are not UTF-8 become U+FFFD.
+        ValueError for an id that the vocabulary lacks.
+        """
         decoder = IncrementalDecoder(self)
         return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
@@ -156,7 +158,9 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The new complete characters; U+FFFD only for bytes that no further token can complete."""
+        """The new complete characters; U+FFFD only for bytes that no further token can complete.
+        ValueError for an id that the vocabulary lacks.
+        """
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
