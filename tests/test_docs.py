@@ -1,5 +1,5 @@
 """docs/model.md has every section that code, tests and documents refer to, and its tables are those
-of the code; docs/architecture.md has every module.
+of the code; docs/architecture.md has every module, and imports go as it draws them.
 """
 
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.checkpoint import Geometry, geometry_config
+from tests.source_rules import Source, imported_modules, read_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "docs" / "model.md"
@@ -183,3 +184,56 @@ def test_a_module_that_the_tree_lacks_is_noticed() -> None:
     tree = "a/b.py  x\na/c/  y:\n  d.py, e.py  z\na/f/  all of it\na/f/l/  m"
     modules = ["a/b.py", "a/g.py", "a/c/d.py", "a/c/e.py", "a/c/h.py", "a/f/i.py", "a/j/k.py"]
     assert unnamed_modules(tree, modules) == ["a/g.py", "a/c/h.py", "a/j/k.py"]
+
+
+class Drawn:
+    """The drawing of imports: the place of every entry, by row and column. ``ends``: the rows whose
+    entries use each other.
+    """
+
+    def __init__(self, text: str) -> None:
+        drawing = text.partition("\n## The direction of imports\n")[2].split("```\n")[1]
+        rows = [re.findall(r"[\w/.]+", line) for line in drawing.splitlines()]
+        self.ends = (0, len(rows) - 1)
+        self.places = {
+            f"dsv4.{entry.removesuffix('.py').replace('/', '.')}": (row, column)
+            for row, entries in enumerate(rows)
+            for column, entry in enumerate(entries)
+        }
+
+    def entry(self, module: str) -> str | None:
+        """The entry that a module belongs to."""
+        entries = [entry for entry in self.places if f"{module}.".startswith(f"{entry}.")]
+        return max(entries, key=len, default=None)
+
+    def against(self, source: Source) -> Iterator[str]:
+        """Imports of what is neither to the right nor below."""
+        here = self.entry(source.module)
+        for line, module in imported_modules(source):
+            there = self.entry(module)
+            if here is None or there is None or here == there:
+                continue
+            row, column = self.places[there]
+            own_row = row == self.places[here][0] and row in self.ends
+            if (row, column) < self.places[here] and not own_row:
+                yield f"{source.path}:{line}: {here} imports {there}"
+
+
+def test_imports_go_as_the_architecture_draws_them() -> None:
+    drawn = Drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    sources = [source for source in read_sources() if source.module.startswith("dsv4.")]
+    assert len(sources) > 300
+    undrawn = {source.module for source in sources if drawn.entry(source.module) is None}
+    assert undrawn == {"dsv4.encoding"}
+    assert [line for source in sources for line in drawn.against(source)] == []
+
+
+def test_an_import_against_the_arrows_is_noticed() -> None:
+    drawn = Drawn("\n## The direction of imports\n```\na, b\nc → d/e.py\nd    f\ng, h\n```\n")
+
+    def found(path: str, module: str) -> bool:
+        return any(drawn.against(Source.parse(path, f"import dsv4.{module}")))
+
+    assert not any((found("dsv4/b.py", "a"), found("dsv4/c/x.py", "d.e"), found("dsv4/h.py", "g")))
+    assert not any((found("dsv4/d/e.py", "d.x"), found("dsv4/b.py", "h"), found("dsv4/a.py", "b")))
+    assert all((found("dsv4/d/x.py", "d.e"), found("dsv4/d/e.py", "c"), found("dsv4/f.py", "d.x")))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.source_rules import DRIVER, Rule, Source, calls, violations
+from tests.source_rules import DRIVER, Rule, Source, calls, imported_modules, violations
 
 COMMAND_LINE = (
     *(DRIVER, "dsv4/__main__.py", "dsv4/cli/", "dsv4/command/", "dsv4/serve/"),
@@ -190,16 +190,6 @@ def changed_name(node: ast.AST) -> str | None:
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
         return ast.unparse(node.value)
     return ast.unparse(node.target) if isinstance(node, ast.AugAssign) else None
-
-
-def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
-    for node in source.nodes:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, name.name) for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            # `from dsv4 import config` names a module as well as `from dsv4.config import
-            # ModelConfig` does.
-            yield from ((node.lineno, f"{node.module}.{name.name}") for name in node.names)
 
 
 def is_under(module: str, prefixes: tuple[str, ...]) -> bool:
