@@ -28,12 +28,14 @@ COMMANDS = {
     "chat": Command("a conversation: run --interactive", DRIVER, ("--interactive",)),
     "serve": Command("an OpenAI-compatible server for one user", "dsv4.serve.command"),
     "plan": Command("what every device will hold: run --plan", DRIVER, ("--plan",)),
-    "validate": Command("compare an engine with another one, layer by layer", ""),
+    "validate": Command("checks of a checkpoint or a machine: layers, graphs, GPUs", ""),
     "export": Command("convert a checkpoint to another format", "dsv4.checkpoint.export"),
-    "bench": Command("benchmarks of ops, engine and loading", "dsv4.bench.__main__"),
+    "bench": Command("benchmarks of ops, engine, loading and long contexts", "dsv4.bench.__main__"),
 }
 VALIDATIONS = {
-    "cosine": Command("every layer against the torch ops or a trace", "dsv4.validate.cosine"),
+    "cosine": Command(
+        "every layer against the torch ops, transformers or a trace", "dsv4.validate.cosine"
+    ),
     "layers": Command("one layer after another, alone", "dsv4.validate.layers"),
     "graph_readiness": Command("can a step be captured?", "dsv4.validate.graph_readiness"),
     "exchange": Command("do GPUs exchange words without a fault?", "dsv4.validate.exchange"),
