@@ -19,7 +19,7 @@ from dsv4.sampling import Sampler, SamplerState, SamplingParams
     [
         *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
         *(("top_p", value) for value in (0.0, -1.0, 1.01, math.nan)),
-        ("temperature", Fraction(10**400)),
+        *(("temperature", value) for value in (Fraction(10**400), "0.5")),
         *(("min_p", value) for value in (-0.01, 1.01, math.nan)),
         *(("seed", value) for value in (-1, 2**63)),
         *(("top_k", value) for value in (-1, 1.5, True)),
