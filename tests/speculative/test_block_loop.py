@@ -14,19 +14,8 @@ from dsv4.logprobs import TokenLogprobs
 from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler
 from dsv4.speculative.tally import DraftCount
-from tests.speculative.world import START, WINDOW, World
-
-
-class ChangingCount(DraftCount):
-    """These numbers of drafts, one after the other, and then the last again and again."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        super().__init__(numbers[-1:])
-        self._numbers = numbers
-
-    @property
-    def now(self) -> int:
-        return self._numbers.pop(0) if len(self._numbers) > 1 else self._numbers[0]
+from tests.ops.channel.made import lost_words, wait_for_trapped
+from tests.speculative.world import START, WINDOW, ChangingCount, World
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 5, 7])
@@ -35,9 +24,9 @@ class ChangingCount(DraftCount):
 def test_the_text_is_the_model_s_whatever_stays(drafts: int, pattern: int, steps: int) -> None:
     world = World(drafts, most=7)
     world.wrong = [place % pattern == 0 for place in range(400)]
-    found = list(world.generate(steps))
-    assert found == world.text[START + 1 : START + 1 + steps]
-    assert world.tally.stats().tokens == steps
+    assert list(world.generate(steps)) == world.text[START + 1 : START + 1 + steps]
+    stats = world.tally.stats()
+    assert (stats.tokens, stats.drafted) == (steps, (stats.steps,) * drafts)
     world.expect_at(START + steps)
     # All steps are alike, and none is in vain.
     assert all(tokens == drafts + 1 for _, tokens in world.log)
@@ -103,13 +92,21 @@ def test_what_steps_have_overwritten_is_known_behind_an_interruption(
     assert world.state.undoable_tokens >= 0
 
 
+def test_steps_choose_by_the_settings_of_the_run() -> None:
+    world = World(5)
+    next(world.generate(40, Sampler(SamplingParams(seed=7))))
+    assert int(world.sampler.seed_1) == 7
+
+
 def test_steps_are_the_same_where_every_token_is_noted() -> None:
+    """Its step is the last in the queue then: the logits are those that it was chosen by."""
     logs = []
-    for logprobs in (None, 0):
+    for logprobs in (None, 1):
         world = World(None, most=5)
         world.wrong = [place % 9 < 4 for place in range(2010)]
         sampler = Sampler(SamplingParams(temperature=0, logprobs=logprobs))
         assert list(world.generate(300, sampler)) == world.text[START + 1 : START + 301]
+        assert all(entry.top[0][0] == entry.token_id for entry in sampler.noted)
         logs.append(world.log)
     assert logs[0] == logs[1]
     assert len({tokens for _, tokens in logs[0]}) > 2
@@ -187,36 +184,12 @@ def test_the_host_is_a_step_behind_where_caches_can_take_two_steps_back() -> Non
         tokens.close()
 
 
-def test_nan_of_a_draft_is_run_again_without_drafts() -> None:
-    world = World(5)
-    world.nan[START + 9] = True
-    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
-    assert (START + 6, 6) in world.log
-    assert (START + 6, 1) in world.log
-    world.expect_at(START + 40)
-
-
-def test_what_is_queued_behind_nan_of_drafts_is_not_read_in_its_place() -> None:
-    """The device has done both when the host reads the first, and they began at one place."""
-    world = World(5)
-    world.nan[START + 9] = True
-    world.count = ChangingCount([5, 5, 0, 5])
-    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
-    assert (START + 6, 1) in world.log
-    world.expect_at(START + 40)
-
-
-def test_nan_of_steps_in_vain_is_not_the_sequence_s() -> None:
-    """Such a sequence can be saved."""
-    world = World(5)
-    world.nan[START + 9] = True
-    tokens = world.generate(40)
-    next(tokens)
-    assert (START + 6, 6) in world.log
-    assert world.state.met_nan
-    tokens.close()
-    world.expect_at(START + 1)
-    assert not world.state.met_nan
+def test_words_that_did_not_come_are_named() -> None:
+    world: Any = World(5)
+    world.state.channels = lost_words()
+    world.read = wait_for_trapped
+    with pytest.raises(RuntimeError, match="words of cuda:3 for cuda:1 did not come"):
+        next(world.generate(40))
 
 
 def test_nan_of_a_step_that_a_rest_leaves_unread_does_not_end_the_run() -> None:

@@ -1,8 +1,9 @@
-"""Drafts end in front of the first one whose logits have NaN, and a step of drafts that meets NaN
-counts for nothing.
+"""Drafts end in front of the first one whose logits have NaN, a step of drafts that meets NaN counts
+for nothing, and NaN of steps that nobody reads is forgotten.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import KINDS, drafted_engine, plain_engine
 from tests.speculative.scripted import NO_STOPS
+from tests.speculative.world import START, ChangingCount, World
 
 POSITION = 20
 
@@ -60,3 +62,51 @@ def test_where_a_step_with_drafts_meets_nan_the_token_alone_decides(
     monkeypatch.setattr(engine.steps, "decode", meets_nan)
     assert list(engine.generate(ids, 9, sampling, NO_STOPS)) == expected
     assert drafted
+
+
+def test_nan_of_a_draft_is_run_again_without_drafts() -> None:
+    world = World(5)
+    world.nan[START + 9] = True
+    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
+    assert (START + 6, 6) in world.log
+    assert (START + 6, 1) in world.log
+    world.expect_at(START + 40)
+    stats = world.tally.stats()
+    assert stats.accepted == stats.drafted, "the step that met NaN says nothing of drafts"
+
+
+def test_what_is_queued_behind_nan_of_drafts_is_not_read_in_its_place() -> None:
+    """The device has done both when the host reads the first, and they began at one place."""
+    world = World(5)
+    world.nan[START + 9] = True
+    world.count = ChangingCount([5, 5, 0, 5])
+    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
+    assert (START + 6, 1) in world.log
+    world.expect_at(START + 40)
+
+
+def test_nan_of_steps_in_vain_is_not_the_sequence_s() -> None:
+    """Such a sequence can be saved."""
+    world = World(5)
+    world.nan[START + 9] = True
+    tokens = world.generate(40)
+    next(tokens)
+    assert (START + 6, 6) in world.log
+    assert world.state.met_nan
+    tokens.close()
+    world.expect_at(START + 1)
+    assert not world.state.met_nan
+
+
+def test_an_interrupted_wait_forgets_no_nan() -> None:
+    """Nobody knows then whether it is the sequence's."""
+
+    def interrupted(_position: int) -> Any:
+        raise KeyboardInterrupt
+
+    world: Any = World(5)
+    world.nan[START + 3] = True
+    world.read = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(world.generate(40))
+    assert world.state.met_nan

@@ -26,6 +26,18 @@ WINDOW = 16
 CONFIG = ModelConfig.from_dict(tiny_config(sliding_window=WINDOW))
 
 
+class ChangingCount(DraftCount):
+    """These numbers of drafts, one after the other, and then the last again and again."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(numbers[-1:])
+        self._numbers = numbers
+
+    @property
+    def now(self) -> int:
+        return self._numbers.pop(0) if len(self._numbers) > 1 else self._numbers[0]
+
+
 class World:
     """A device that computes when it is told to: ``text`` is what the model says at each place, a
     draft there is right but where ``wrong`` is true. Where ``nan`` is true drafts bring NaN.
@@ -49,8 +61,9 @@ class World:
         self.tally = Tally(most)
         self._drafts: list[int] = []
         self._queued: deque[int] = deque()
+        self.sampler = SamplerState.allocate(CPU)
         ring: Any = self
-        self.loop = BlockLoop(self.state, SamplerState.allocate(CPU), ring, context, self.rejected)
+        self.loop = BlockLoop(self.state, self.sampler, ring, context, self.rejected)
 
     def generate(self, steps: int, sampler: Sampler = GREEDY) -> Any:
         queue: Any = self
@@ -58,7 +71,12 @@ class World:
         return self.loop.generate(token, sampler, steps, queue, Drafting(self.count, self.tally))
 
     def logits(self, tokens: int) -> torch.Tensor:
-        return torch.zeros(tokens, 251)
+        """Of the step that was queued last: it has written over those of the one before."""
+        first, queued = self.log[-1]
+        assert tokens == queued
+        logits_TV = torch.zeros(tokens, 251)
+        logits_TV[range(tokens), self.text[first + 1 : first + 1 + tokens]] = 1.0
+        return logits_TV
 
     def generate_with_rests(self, steps: int) -> Any:
         drafting = Drafting(self.count, self.tally)

@@ -16,6 +16,7 @@ from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.recorder import RING_TOKENS
 from dsv4.step.token_loop import TokenLoop
 from dsv4.step.token_ring import LogprobRing
+from tests.ops.channel.made import lost_words, wait_for_trapped
 
 GREEDY = Sampler(SamplingParams(temperature=0))
 START = 100
@@ -139,6 +140,14 @@ def test_an_interrupted_wait_forgets_no_nan(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         next(world.loop().generate(7, GREEDY, 50))
     assert world.state.met_nan
+
+
+def test_words_that_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.state.channels = lost_words()
+    monkeypatch.setattr(world, "read", wait_for_trapped)
+    with pytest.raises(RuntimeError, match="words of cuda:3 for cuda:1 did not come"):
+        next(world.loop().generate(7, GREEDY, 50))
 
 
 def test_others_may_queue_the_step() -> None:

@@ -1,5 +1,7 @@
 """Channels of a test."""
 
+from typing import Any
+
 import torch
 
 from dsv4.channels import Channel, Channels
@@ -25,3 +27,15 @@ def channels_on_cpu(words: int = 8) -> Channels:
         for ends in ((SENDER, RECEIVER), (RECEIVER, SENDER))
     }
     return Channels(memory, Turns((SENDER, RECEIVER)))
+
+
+def lost_words() -> Channels:
+    """Words of cuda:3 for cuda:1 did not come: a kernel has given up waiting for them."""
+    channels = channels_on_cpu()
+    channels.fault_4.copy_(torch.tensor([1, 3, 1, 77]))
+    return channels
+
+
+def wait_for_trapped(*_: object) -> Any:
+    """What waiting for a device is where a kernel has given up."""
+    raise torch.AcceleratorError("unspecified launch failure")

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.channels import Channels, naming_lost_words
 from dsv4.turns import Turns
-from tests.ops.channel.made import RECEIVER, SENDER, channels_on_cpu
+from tests.ops.channel.made import RECEIVER, SENDER, channels_on_cpu, lost_words, wait_for_trapped
 
 WAYS = ((SENDER, RECEIVER), (RECEIVER, SENDER))
 
@@ -50,19 +50,15 @@ def test_numbers_begin_anew_behind_the_last_one(begun: int) -> None:
     assert numbers(channels) == {begun % (1 << 32)}
 
 
-def lose(found: list[int] | None) -> None:
-    channels = None
-    if found is not None:
-        channels = channels_on_cpu()
-        channels.fault_4.copy_(torch.tensor(found))
+def lose(channels: Channels | None) -> None:
     with naming_lost_words(channels):
-        raise torch.AcceleratorError("unspecified launch failure")
+        wait_for_trapped()
 
 
 def test_words_that_did_not_come_are_named() -> None:
     expected = r"^CUDA error: words of cuda:3 for cuda:1 did not come \(use 77\)$"
     with pytest.raises(RuntimeError, match=expected):
-        lose([1, 3, 1, 77])
-    for nothing in ([0, 3, 1, 77], None):
+        lose(lost_words())
+    for channels in (channels_on_cpu(), None):
         with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
-            lose(nothing)
+            lose(channels)
