@@ -151,7 +151,7 @@ class BlockLoop:
             if self._next is None or len(self._pending) == ahead:
                 return
             # Where all that is queued stays, no more may be asked for.
-            if self._pending and self._known + sum(self._pending) >= self._stop:
+            if self._known + sum(self._pending) >= self._stop:
                 return
             count = self._next
             self._next = None
