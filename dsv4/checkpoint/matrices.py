@@ -14,7 +14,7 @@ from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.scale_values import check_scales
 from dsv4.checkpoint.stored_parameters import Part, StoredParameter
 from dsv4.checkpoint.transfer import transfer
-from dsv4.weights.cut import COLUMNS, ROWS, Cut, part_cuts
+from dsv4.weights.cut import COLUMNS, Cut, part_cuts
 from dsv4.weights.parameters import Role
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_shapes
 
@@ -94,20 +94,19 @@ def _byte_columns(
     """One of ``matrices`` of a part as rows of bytes, (rows, width), and which bytes of every row
     belong to each of ``cuts``. Where no columns are cut the matrix is one row.
     """
-    size = math.prod(shape) // matrices
+    nbytes = math.prod(shape) // matrices * itemsize
+    width = math.prod(shape[-1:]) * itemsize
     if not any(cut is not None and cut.dimension == COLUMNS for cut in cuts):
-        unit = size * itemsize if len(shape) < 2 else shape[-1] * itemsize
         spans = [
-            (0, size * itemsize) if cut is None else (cut.first * unit, cut.stop * unit)
-            for cut in cuts
+            (0, nbytes) if cut is None else (cut.first * width, cut.stop * width) for cut in cuts
         ]
-        return 1, size * itemsize, spans
-    width = shape[-1] * itemsize
-    assert not any(cut is not None and cut.dimension == ROWS for cut in cuts)
+        return 1, nbytes, spans
     spans = [
-        (0, width) if cut is None else (cut.first * itemsize, cut.stop * itemsize) for cut in cuts
+        (cut.first * itemsize, cut.stop * itemsize)
+        for cut in cuts
+        if cut is not None and cut.dimension == COLUMNS
     ]
-    return size // shape[-1], width, spans
+    return nbytes // width, width, spans
 
 
 def _bytes_of_matrices(tensor: Tensor, matrices: int) -> tuple[Tensor, ...]:
