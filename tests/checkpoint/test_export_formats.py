@@ -157,18 +157,19 @@ def test_spec11_e34_known_input_scales_come_along_and_unknown_ones_are_one(
     assert float(read_tensors(tmp_path / "c")[name]) == 1.0
 
 
+@pytest.mark.parametrize("module", ["layers.2.ffn.experts.5.w3", "layers.0.attn.wkv"])
 @pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_2"])
 def test_scales_that_cannot_be_loaded_are_not_passed_on(
-    nvfp4_experts: Path, tmp_path: Path, scale: str
+    nvfp4_all: Path, tmp_path: Path, module: str, scale: str
 ) -> None:
-    name = f"layers.2.ffn.experts.5.w3.{scale}"
+    name = f"{module}.{scale}"
 
     def edit(tensors: Tensors) -> None:
         tensors[name].view(-1)[0] = torch.nan
 
-    folder = changed_copy(nvfp4_experts, tmp_path / "a", edit)
+    folder = changed_copy(nvfp4_all, tmp_path / "a", edit)
     with pytest.raises(UserError, match=f"{name}: found nan"):
-        export(folder, tmp_path / "b", "nvfp4-experts", Dialect.NATIVE)
+        export(folder, tmp_path / "b", "nvfp4-all", Dialect.NATIVE)
     assert not (tmp_path / "b").exists()
 
 
@@ -183,7 +184,7 @@ def test_weights_whose_scales_could_not_be_loaded_are_refused(
     bf16: Path, tmp_path: Path, name: str, message: str
 ) -> None:
     def edit(tensors: Tensors) -> None:
-        tensors[name][0, 0] = 2.0**17
+        tensors[name][0, 0] = -(2.0**17)
 
     folder = changed_copy(bf16, tmp_path / "a", edit)
     found = "found weights up to 131072, too large for the scales of"
