@@ -216,6 +216,21 @@ def test_spec11_j88_e8m0_scales_out_of_range_are_refused_by_name(
         load(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("value", [0, 64])
+def test_the_least_and_the_largest_scale_load(
+    native: Path, tmp_path: Path, dtype: torch.dtype, value: int
+) -> None:
+    """Of E8M0 the bytes 0, which is 2^-127, and 133."""
+    stored = {0: 0, 64: 133}[value] if dtype is torch.uint8 else value
+
+    def edit(tensors: Tensors) -> None:
+        for scale in [one for one in tensors if one.endswith(".scale") and ".experts." not in one]:
+            tensors[scale] = torch.full(tensors[scale].shape, stored, dtype=dtype)
+
+    load(changed_copy(native, tmp_path / "x", edit))
+
+
 @pytest.mark.parametrize("value", [121.0, -0.01, math.inf, math.nan])
 def test_spec11_j88_float32_scales_out_of_range_are_refused_by_name(
     native: Path, tmp_path: Path, value: float
