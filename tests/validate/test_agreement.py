@@ -33,6 +33,15 @@ def test_equal_opposite_and_nan_values() -> None:
     assert (nan.worst_at, nan.first_under) == (1, 1)
 
 
+def test_values_count_by_their_lengths_whatever_their_signs() -> None:
+    one = torch.ones(1, 2)
+    assert agreement("", "", one, -one).cosine == agreement("", "", -one, one).cosine == -1.0
+    tally = Tally(0.999)
+    tally.add(one, one)
+    tally.add(one, -one)
+    assert tally.result("", "").cosine == 0.0
+
+
 def test_one_large_token_does_not_hide_the_others() -> None:
     a = random(512, 4, 64)
     b = random(512, 4, 64, seed=1)
