@@ -138,6 +138,19 @@ def test_an_all_zero_half_does_not_set_the_shared_scale() -> None:
     weights = [QuantTensor.dense(torch.zeros(2, 32)), QuantTensor.dense(torch.full((2, 32), 1e-3))]
     converted = convert(weights, QuantFormat.NVFP4)
     assert torch.allclose(converted[1].dequantize(), torch.full((2, 32), 1e-3), rtol=0.05)
+    for zeros in convert([weights[0], weights[0]], QuantFormat.NVFP4):
+        assert zeros.global_scale == 1.0
+        assert not zeros.dequantize().any()
+
+
+@pytest.mark.parametrize("format", [QuantFormat.MXFP4, QuantFormat.NVFP4])
+def test_halves_of_two_formats_get_one_and_a_half_in_it_is_kept(format: QuantFormat) -> None:
+    packed = mxfp4([3])
+    converted = convert([packed, QuantTensor.dense(packed.dequantize())], format)
+    assert (converted[0] is packed) == (format is QuantFormat.MXFP4)
+    for weight in converted:
+        assert weight.format is format
+        assert torch.allclose(weight.dequantize(), packed.dequantize())
 
 
 def test_spec11_e34_known_input_scales_come_along_and_unknown_ones_are_one(
