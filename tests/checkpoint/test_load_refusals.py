@@ -9,6 +9,8 @@ from dsv4.checkpoint import (
     describe,
     load_weights,
     open_checkpoint,
+    tiny_config,
+    write_synthetic,
 )
 from dsv4.errors import UserError
 from tests.checkpoint.folders import (
@@ -112,12 +114,19 @@ def test_impossible_values_are_refused(
         load(changed_copy(nvfp4_experts, tmp_path / "x", edit))
 
 
-def test_a_token_routed_to_one_expert_twice_is_refused(native: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 2)])
+def test_a_token_routed_to_one_expert_twice_is_refused(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    write_synthetic(tmp_path / "x", tiny_config(num_experts_per_tok=3), "native", 1)
+
     def edit(tensors: Tensors) -> None:
-        tensors["layers.0.ffn.gate.tid2eid"][5, 1] = tensors["layers.0.ffn.gate.tid2eid"][5, 0]
+        ids_VK = tensors["layers.0.ffn.gate.tid2eid"]
+        ids_VK[5] = 3
+        ids_VK[5, [first, second]] = 7
 
     with pytest.raises(UserError, match=r"tid2eid \(found an expert twice for token 5, expected"):
-        load(changed_copy(native, tmp_path / "x", edit))
+        load(changed_copy(tmp_path / "x", tmp_path / "y", edit))
 
 
 def test_file_that_shrinks_during_the_load_is_one_line(native: Path, tmp_path: Path) -> None:
