@@ -57,10 +57,19 @@ __device__ __forceinline__ void assert_shared_memory(unsigned needed_bytes) {
     if (found < needed_bytes) __trap();
 }
 
-// 16 bytes that no other block will read: not kept in L1.
+// 16 bytes of constants that no other block will read: not kept in L1.
 __device__ __forceinline__ uint4 load_stream(const void* address) {
     uint4 value;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}
+
+// The same of what kernels in front have written: pdl_wait() does not order read-only loads (.nc).
+__device__ __forceinline__ uint4 load_written(const void* address) {
+    uint4 value;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(address));
     return value;

@@ -47,7 +47,7 @@ struct HeadRow {
     __device__ __forceinline__ void load(const bf16* row) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            values[i].raw = chunk_of(i) < CHUNKS ? load_stream(row + chunk_of(i) * VECTOR)
+            values[i].raw = chunk_of(i) < CHUNKS ? load_written(row + chunk_of(i) * VECTOR)
                                                  : make_uint4(0, 0, 0, 0);
         }
     }

@@ -80,9 +80,9 @@ struct Keys {
             const uint4* row = reinterpret_cast<const uint4*>(data + entry * DIM);
 #pragma unroll
             for (int i = 0; i < LANE_CHUNKS; ++i)
-                codes[half][i] = __ldg(row + 4 * i + lane % 4);
+                codes[half][i] = row[4 * i + lane % 4];
         }
-        scale = __ldg(scales + min(first + written_key(lane), end - 1));
+        scale = scales[min(first + written_key(lane), end - 1)];
     }
 
     __device__ __forceinline__ void convert(unsigned (&a)[STEPS][4]) const {

@@ -60,6 +60,12 @@ def test_products_of_many_tokens_stay_asynchronous() -> None:
     assert count(disassemble(found.source, "sm_90a", found.defines), "HGMMA") == 8
 
 
+def test_keys_of_many_tokens_are_no_read_only_loads() -> None:
+    """The kernels in front write some of them while this one waits."""
+    found = kernel("scores of many tokens")
+    assert "CONSTANT" not in disassemble(found.source, "sm_90a", found.defines)
+
+
 def test_scores_convert_a_key_once_for_all_heads() -> None:
     """One tile: 8 steps of 8 head tiles on tensor cores."""
     found = kernel("scores")

@@ -63,6 +63,16 @@ def test_constants_are_requested_before_the_wait(kind: str, windows: int) -> Non
     assert [count(code, "LDG.E.CONSTANT") >= 2 for code in before_waits].count(True) == windows
 
 
+@pytest.mark.parametrize("kind", RATIOS)
+def test_rows_are_no_read_only_loads(kind: str) -> None:
+    """The kernels in front write them, and the wait does not order read-only loads. Norm weights
+    are such loads.
+    """
+    sass = sass_of(kind)
+    assert count(sass, "LDG.E.NA.128") == 6
+    assert count(sass, "LDG.E.NA.128.CONSTANT") == 4
+
+
 def test_rotary_bytes_are_cut_from_integers() -> None:
     """CUDA 13.0 once made the low byte of a bfloat16 by a second floating-point conversion."""
     assert count(sass_of("csa"), "F2I.U8") == 0
