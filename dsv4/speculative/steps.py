@@ -74,8 +74,7 @@ class DraftedSteps(DirectSteps):
         self.count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
         self._count = self.count
         # Tokens that are verified together have the bits of tokens that come one by one.
-        self._whole_ops = self.ops
-        self._row_ops = row_by_row(self.ops)
+        self._decode_ops = row_by_row(self.ops)
         self.drafted = Tally(drafter.most)
         self._usefulness = Usefulness()
 
@@ -107,14 +106,6 @@ class DraftedSteps(DirectSteps):
         finally:
             self.state.set_position(min(kept, self.state.position))
             self._usefulness.judge(self.drafted.stats())
-
-    def decode(self, token_ids: Sequence[int]) -> Tensor:
-        """Appends tokens, in a step whose bits are those of single tokens: float32 ``[T, V]``."""
-        self.ops = self._row_ops
-        try:
-            return super().decode(token_ids)
-        finally:
-            self.ops = self._whole_ops
 
     def _computed(self, token_ids: Sequence[int], start: int) -> None:
         self.drafter.remember(token_ids, self._taps.found, start)

@@ -93,17 +93,18 @@ class DirectSteps:
         self.model = model
         self.state = state
         self.ops = noticing_nan(ops, state.nan_1)
+        self._decode_ops = self.ops
         self._others = tuple(other_models)
         self.observer: Observer | None = None
         self._sampler = SamplerState.allocate(model.head_device)
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: final hidden states ``[T, E]``."""
-        return self._run(token_ids, None, logits=False).hidden_TE
+        return self._run(token_ids, self.ops).hidden_TE
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: float32 logits ``[T, V]``."""
-        logits_TV = self._run(token_ids, None, logits=True).logits_TV
+        logits_TV = self._run(token_ids, self._decode_ops, logits=True).logits_TV
         assert logits_TV is not None
         return logits_TV
 
@@ -111,14 +112,14 @@ class DirectSteps:
         """``run`` that shows ``watch`` the values of each step."""
 
         def run(token_ids: Sequence[int]) -> Tensor:
-            return self._run(token_ids, watch, logits=False).hidden_TE
+            return self._run(token_ids, self.ops, watch).hidden_TE
 
         return run
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """float32 ``[T, V]`` of final hidden states."""
-        return self._on_ranks(lambda rank, ops: self._rank_logits(rank, ops, hidden_TE))
+        return self._on_ranks(lambda rank, ops: self._rank_logits(rank, ops, hidden_TE), self.ops)
 
     @torch.inference_mode()
     def sample(self, sampler: Sampler, logits_V: Tensor) -> int:
@@ -143,7 +144,13 @@ class DirectSteps:
             yield token
 
     @torch.inference_mode()
-    def _run(self, token_ids: Sequence[int], watch: Watch | None, logits: bool) -> Outputs:
+    def _run(
+        self,
+        token_ids: Sequence[int],
+        ops: Ops,
+        watch: Watch | None = None,
+        logits: bool = False,
+    ) -> Outputs:
         if self.observer is not None:
             self.observer.begin_step()
         tokens_T = torch.tensor(token_ids, dtype=torch.int64)
@@ -162,7 +169,7 @@ class DirectSteps:
         start = self.state.position
         with self.state.appending():
             self.state.advance(len(token_ids))
-            outputs = self._on_ranks(run)
+            outputs = self._on_ranks(run, ops)
             self._computed(token_ids, start)
         return outputs
 
@@ -182,16 +189,15 @@ class DirectSteps:
         with open_part(ops, observer, "logits", device) as head_ops:
             return head_ops.gather_logits(ranks_logits)
 
-    def _on_ranks(self, run: Callable[[int, Ops], Result], ops: Ops | None = None) -> Result:
-        """``run(rank, ops)`` of all ranks, side by side, by those of a lone one (the steps' own);
-        the result of rank 0.
+    def _on_ranks(self, run: Callable[[int, Ops], Result], ops: Ops) -> Result:
+        """``run(rank, ops)`` of all ranks, side by side, with the ``ops`` of a lone one; the result
+        of rank 0.
         """
-        alone = ops or self.ops
         if len(self._models) == 1:
-            return run(0, alone)
+            return run(0, ops)
         meeting = Meeting(len(self._models))
-        tables = [RankOps(alone, meeting, rank).table() for rank in range(len(self._models))]
-        return meeting.run([partial(run, rank, ops) for rank, ops in enumerate(tables)])[0]
+        tables = [RankOps(ops, meeting, rank).table() for rank in range(len(self._models))]
+        return meeting.run([partial(run, rank, table) for rank, table in enumerate(tables)])[0]
 
     @property
     def _models(self) -> tuple[Transformer, ...]:

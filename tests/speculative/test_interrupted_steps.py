@@ -12,7 +12,6 @@ import torch
 from dsv4 import Engine, SamplingParams
 from dsv4.ops.row_by_row import row_by_row
 from dsv4.speculative.steps import DraftedSteps
-from dsv4.step.direct import DirectSteps
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import drafted_engine, plain_engine
@@ -36,9 +35,8 @@ def interrupt_next_step(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
     ops = replace(steps.ops, moe=interrupted)
     patch.setattr(steps, "ops", ops)
-    if type(steps) is not DirectSteps:
-        patch.setattr(steps, "_whole_ops", ops)
-        patch.setattr(steps, "_row_ops", row_by_row(ops))
+    in_rows = isinstance(steps, DraftedSteps)
+    patch.setattr(steps, "_decode_ops", row_by_row(ops) if in_rows else ops)
 
 
 def generate_interrupted(engine: Engine, behind: int) -> None:

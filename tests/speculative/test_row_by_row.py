@@ -23,7 +23,7 @@ def test_logits_and_caches_are_bit_for_bit_those_of_single_tokens(
     several = tiny_engine(**settings)
     for engine in (one, several):
         engine.prefill(ids[:110])
-    several.steps.ops = row_by_row(TORCH)  # pyright: ignore[reportAttributeAccessIssue]
+    several.steps._decode_ops = row_by_row(TORCH)  # pyright: ignore[reportAttributeAccessIssue]
     singles = torch.cat([one.decode([token]) for token in ids[110:134]])
     steps = [several.decode(ids[at : at + tokens]) for at in range(110, 134, tokens)]
     assert torch.equal(torch.cat(steps), singles)
