@@ -39,7 +39,7 @@ from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
 from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
 from dsv4.speculative.report import draft_stats
-from dsv4.speculative.steps import direct_steps
+from dsv4.speculative.steps import DraftedSteps
 from dsv4.speculative.tally import drafts_of_a_step
 from dsv4.step.chunks import PromptChunks
 from dsv4.step.direct import DirectSteps
@@ -279,16 +279,16 @@ class Engine(EngineInputs):
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
         modules = self.draft_modules
         count = drafts_of_a_step(self.engine_config)
-        others = self.models[1:]
+        context = self.max_context
         if isinstance(self.table, DirectTable):
             ops = self.table.ops
-            context = self.max_context
-            return direct_steps(self.model, self.state, ops, modules, count, context, others)
-        tokens = prefill_tokens(self.engine_config, self.max_context)
+            if not modules:
+                return DirectSteps(self.models, self.state, ops)
+            return DraftedSteps(self.models, self.state, ops, modules, count, context)
+        tokens = prefill_tokens(self.engine_config, context)
         if not modules:
-            return RecordedSteps(self.model, self.state, self.table, tokens, compiling, others)
+            return RecordedSteps(self.models, self.state, self.table, tokens, compiling)
         alongs = record_drafts(self.config, modules, self.models, self.state, self.table)
-        context = self.max_context
         return DraftedRecordedSteps(self.models, alongs, tokens, count, context, compiling)
 
     def _build_decoder(

@@ -130,7 +130,7 @@ def _allocated(engine: Engine, placement: Placement, length: int) -> dict[str, d
     state = allocate_state(engine.config, config, length, placement)
     with_state = _held(engine)
     tokens = prefill_tokens(config, length)
-    steps = RecordedSteps(engine.model, state, engine.table, tokens, None, engine.models[1:])
+    steps = RecordedSteps(engine.models, state, engine.table, tokens)
     with_steps = _held(engine)
     reached = dict.fromkeys(before, exchange_bytes(engine.config, config, placement.ranks))
     if state.channels is not None:

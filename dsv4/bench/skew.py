@@ -36,9 +36,7 @@ def bench_skew(engine: Engine, position: int) -> dict[str, Any]:
     if not isinstance(steps, RecordedSteps) or len(engine.state.ranks) != 2 or len(devices) != 2:
         raise UserError("--skew: expected a rank of CUDA ops on each of two GPUs")
     with _stamped_state(engine):
-        others = engine.models[1:]
-        few = MAX_DECODE_TOKENS
-        timed = RecordedSteps(engine.model, engine.state, steps.table, few, other_models=others)
+        timed = RecordedSteps(engine.models, engine.state, steps.table, MAX_DECODE_TOKENS)
         decoder = CUDAGraphDecoder(timed, "full", engine.max_context)
         before = offset(devices)
         for rank in engine.state.ranks:

@@ -36,7 +36,7 @@ class DraftedRecordedSteps(RecordedSteps):
         max_context: int,
         compiling: Progress | None = None,
     ) -> None:
-        """``models`` of all ranks. ``alongs``: the module recorded for each. ``drafts``: as of
+        """``alongs``: the module recorded for each of ``models``. ``drafts``: as of
         ``dsv4.speculative.steps.DraftedSteps``; ``max_context``: tokens that the caches hold; the
         others as of ``RecordedSteps``.
         """
@@ -45,9 +45,7 @@ class DraftedRecordedSteps(RecordedSteps):
         state = self.along.state
         scope = self.along.module.scope
         self.count = DraftCount.asked(drafts, scope.most, scope.trained_block)
-        model, *others = models
-        table = self.along.table
-        super().__init__(model, state, table, prefill_tokens, compiling, others, alongs)
+        super().__init__(models, state, self.along.table, prefill_tokens, compiling, alongs)
         for along in alongs:
             along.ready(Target.of(along.head))
         self._drafts: dict[int, AnyStep] = {}

@@ -46,22 +46,21 @@ class DraftedSteps(DirectSteps):
 
     def __init__(
         self,
-        model: Transformer,
+        models: Sequence[Transformer],
         state: DecodeState,
         ops: Ops,
         modules: Sequence[DraftModule],
         drafts: Drafts,
         max_context: int,
-        other_models: Sequence[Transformer] = (),
     ) -> None:
         """``drafts`` of a step at most: "auto" by what was measured, None as many as the module was
         trained to make. ``modules``: what every rank has of it, whose caches are in the ranks'
-        ``state.draft``; ``max_context``: tokens that the caches hold; ``other_models`` as of
+        ``state.draft``; ``max_context``: tokens that the caches hold; the others as of
         ``DirectSteps``.
 
         Raises ``UserError`` for more drafts than the module can make.
         """
-        super().__init__(model, state, ops, other_models)
+        super().__init__(models, state, ops)
         assert state.draft is not None
         self._draft_state = state.draft
         self._modules = tuple(modules)
@@ -238,21 +237,6 @@ class DraftedSteps(DirectSteps):
     @property
     def _last_layer(self) -> int:
         return self.model.segments[-1].layers[-1]
-
-
-def direct_steps(
-    model: Transformer,
-    state: DecodeState,
-    ops: Ops,
-    modules: Sequence[DraftModule],
-    drafts: Drafts,
-    max_context: int,
-    other_models: Sequence[Transformer] = (),
-) -> DirectSteps:
-    """Steps with a module, or without ``modules``; arguments as of ``DraftedSteps``."""
-    if not modules:
-        return DirectSteps(model, state, ops, other_models)
-    return DraftedSteps(model, state, ops, modules, drafts, max_context, other_models)
 
 
 def _noise_at(count: int, seed: int, position: int, device: torch.device) -> Tensor:

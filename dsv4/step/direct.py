@@ -82,21 +82,19 @@ class DirectValues:
 class DirectSteps:
     """Every step of an engine, of any length. ``observer`` sees them."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        state: DecodeState,
-        ops: Ops,
-        other_models: Sequence[Transformer] = (),
-    ) -> None:
-        """``other_models``: those of the other ranks, on ``state.others``."""
-        self.model = model
+    def __init__(self, models: Sequence[Transformer], state: DecodeState, ops: Ops) -> None:
+        """``models`` of all ranks, on ``state.ranks``."""
+        self.models = tuple(models)
         self.state = state
         self.ops = noticing_nan(ops, state.nan_1)
         self._decode_ops = self.ops
-        self._others = tuple(other_models)
         self.observer: Observer | None = None
-        self._sampler = SamplerState.allocate(model.head_device)
+        self._sampler = SamplerState.allocate(self.model.head_device)
+
+    @property
+    def model(self) -> Transformer:
+        """That of rank 0."""
+        return self.models[0]
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens: final hidden states ``[T, E]``."""
@@ -154,7 +152,7 @@ class DirectSteps:
         if self.observer is not None:
             self.observer.begin_step()
         tokens_T = torch.tensor(token_ids, dtype=torch.int64)
-        joined = None if watch is None else JoinedValues(watch.seen, len(self._models))
+        joined = None if watch is None else JoinedValues(watch.seen, len(self.models))
 
         def run(rank: int, ops: Ops) -> Outputs:
             values: ValueSink = UNTRACED
@@ -164,7 +162,7 @@ class DirectSteps:
             if rank == 0:
                 values = self._tapped(values)
             parts = DirectParts(ops, tokens_T, values, self._observer_of(rank))
-            return self._models[rank](parts, self.state.ranks[rank], logits)
+            return self.models[rank](parts, self.state.ranks[rank], logits)
 
         start = self.state.position
         with self.state.appending():
@@ -181,7 +179,7 @@ class DirectSteps:
         return values
 
     def _rank_logits(self, rank: int, ops: Ops, hidden_TE: Tensor) -> Tensor:
-        model = self._models[rank]
+        model = self.models[rank]
         observer = self._observer_of(rank)
         device = model.head_device
         with open_part(ops, observer, "head", device) as head_ops:
@@ -193,15 +191,11 @@ class DirectSteps:
         """``run(rank, ops)`` of all ranks, side by side, with the ``ops`` of a lone one; the result
         of rank 0.
         """
-        if len(self._models) == 1:
+        if len(self.models) == 1:
             return run(0, ops)
-        meeting = Meeting(len(self._models))
-        tables = [RankOps(ops, meeting, rank).table() for rank in range(len(self._models))]
+        meeting = Meeting(len(self.models))
+        tables = [RankOps(ops, meeting, rank).table() for rank in range(len(self.models))]
         return meeting.run([partial(run, rank, table) for rank, table in enumerate(tables)])[0]
-
-    @property
-    def _models(self) -> tuple[Transformer, ...]:
-        return (self.model, *self._others)
 
     def _observer_of(self, rank: int) -> Observer | None:
         """Who watches: of several ranks the first one."""

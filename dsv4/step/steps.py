@@ -36,27 +36,24 @@ class RecordedSteps:
 
     def __init__(
         self,
-        model: Transformer,
+        models: Sequence[Transformer],
         state: DecodeState,
         table: RecordedTable,
         prefill_tokens: int,
         compiling: Progress | None = None,
-        other_models: Sequence[Transformer] = (),
         alongs: Sequence[Along] = (),
     ) -> None:
-        """Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
+        """``models`` of all ranks, on ``state.ranks``; ``alongs``: what runs along with each.
+
+        Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
         compiles their kernels (``compiling(done, total)`` is told) and gives them memory. Other
         lengths are built when they are first run.
-
-        ``other_models``: those of the other ranks, on ``state.others``. ``alongs``: what runs along
-        with the model of every rank.
         """
-        self.model = model
+        self.model = models[0]
         self.state = state
         self.table = table
         self.observer: Observer | None = None
-        self.head = model.head_device
-        models = (model, *other_models)
+        self.head = self.model.head_device
         ranks = zip(models, state.ranks, alongs or [None] * len(models), strict=True)
         self.ranks = [RankSteps(of, own, table, along) for of, own, along in ranks]
         first = self.ranks[0]

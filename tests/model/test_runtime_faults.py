@@ -54,7 +54,8 @@ def engine_with_a_nan_embedding(**settings: Any) -> Engine:
     table = engine.model.embed.table_VE.clone()
     table[NAN_TOKEN_ID] = math.nan
     embed = dataclasses.replace(engine.model.embed, table_VE=table)
-    engine.steps.model = dataclasses.replace(engine.model, embed=embed)
+    model = dataclasses.replace(engine.model, embed=embed)
+    engine.steps.models = (model,)  # pyright: ignore[reportAttributeAccessIssue]
     return engine
 
 

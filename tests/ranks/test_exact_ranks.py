@@ -148,7 +148,8 @@ def test_every_rank_has_bits_of_its_own_weights_only() -> None:
         for mine, theirs in zip(first.blocks, second.blocks, strict=True)
     ]
     segment = replace(first.segments[0], blocks=tuple(blocks))
-    several.steps.model = replace(first, segments=(segment,))
+    models = replace(first, segments=(segment,)), second
+    several.steps.models = models  # pyright: ignore[reportAttributeAccessIssue]
     assert not torch.equal(several.logits(IDS[:10]), lone)
 
 

@@ -215,7 +215,8 @@ def test_spec11_f40_nan_that_a_draft_brings_is_not_the_text_s() -> None:
     table_VE = engine.model.embed.table_VE.clone()
     table_VE[NAN_TOKEN_ID] = torch.nan
     embed = replace(engine.model.embed, table_VE=table_VE)
-    engine.steps.model = replace(engine.model, embed=embed)
+    model = replace(engine.model, embed=embed)
+    engine.steps.models = (model,)  # pyright: ignore[reportAttributeAccessIssue]
     script = Script([*ids, *text], lambda _: 2)
     steps = scripted(engine, script).steps
     assert isinstance(steps, DraftedSteps)
