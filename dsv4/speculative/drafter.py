@@ -4,6 +4,7 @@ one for the drafts behind it.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,11 +35,12 @@ NO_DRAFTS = Proposal([], torch.empty((0, 0), dtype=torch.float32))
 
 
 class Drafter(Protocol):
-    """``taps``, ``trained_block``, ``most``: as of ``DraftScope``."""
+    """A draft module that is run along with the main model."""
 
-    taps: tuple[str, ...]
-    trained_block: int
-    most: int
+    @property
+    def scope(self) -> DraftScope:
+        """What it reads and makes."""
+        ...
 
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
         """A main step has appended ``token_ids`` at the position ``start``."""
@@ -61,6 +63,7 @@ def make_drafter(
     return DSparkDrafter(module, scope, drafts, state, open_part)
 
 
+@dataclass(frozen=True)
 class ClassicDrafter:
     """``Drafter`` of classic MTP.
 
@@ -68,46 +71,34 @@ class ClassicDrafter:
     step, or a draft, brings that token. What a row was when its token was a draft is overwritten.
     """
 
-    def __init__(
-        self,
-        module: ClassicMTP,
-        scope: DraftScope,
-        drafts: DraftOps,
-        state: DraftState,
-        open_part: OpenPart,
-    ) -> None:
-        self.taps = scope.taps
-        self.trained_block = scope.trained_block
-        self.most = scope.most
-        self._module = module
-        self._drafts = drafts
-        self._state = state
-        self._open_part = open_part
+    module: ClassicMTP
+    scope: DraftScope
+    drafts: DraftOps
+    state: DraftState
+    open_part: OpenPart
 
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
         """See ``Drafter``: the keys of the positions whose next token is known. Nothing reads that
         of a position before those whose streams are known.
         """
-        state = self._state
-        streams_TME = taps[self.taps[0]].to(state.position_1.device)
+        state = self.state
+        streams_TME = taps[self.scope.taps[0]].to(state.position_1.device)
         before_TME = torch.cat((state.streams_at(start - 1), streams_TME[:-1]))
         dropped = max(0, len(token_ids) - state.remembered_rows)
-        with self._open_part() as ops:
+        with self.open_part() as ops:
             rows = self._rows(token_ids[dropped:], before_TME[dropped:], start - 1 + dropped)
-            self._module.remember(ops, self._drafts, rows, state.stages[0])
+            self.module.remember(ops, self.drafts, rows, state.stages[0])
         state.keep_streams(streams_TME, start + len(token_ids))
 
     def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
         """See ``Drafter``: a row for every draft, the first one of the main model's streams."""
-        streams_1ME = self._state.streams_at(position - 1)
+        streams_1ME = self.state.streams_at(position - 1)
         tokens: list[int] = []
         logits: list[Tensor] = []
-        with self._open_part() as ops:
+        with self.open_part() as ops:
             rows = self._rows([token], streams_1ME, position - 1)
             while len(tokens) < count:
-                streams_1ME, logits_1V = self._module(
-                    ops, self._drafts, rows, self._state.stages[0]
-                )
+                streams_1ME, logits_1V = self.module(ops, self.drafts, rows, self.state.stages[0])
                 chosen = choose(logits_1V[0], position + 1 + len(tokens))
                 if int(chosen) == NAN_TOKEN:
                     break
@@ -117,48 +108,39 @@ class ClassicDrafter:
         return Proposal(tokens, torch.cat(logits)) if tokens else NO_DRAFTS
 
     def _rows(self, tokens: Sequence[int], streams_TME: Tensor, first: int) -> Rows:
-        state = self._state
+        state = self.state
         state.position_1.fill_(first)
         tokens_T = torch.tensor(tokens, dtype=torch.int64, device=streams_TME.device)
         return Rows(tokens_T, streams_TME, state.position_1, state.rejected_1)
 
 
+@dataclass(frozen=True)
 class DSparkDrafter:
     """``Drafter`` of DSpark. Fewer drafts than the trained block are the first ones of a whole
     block, because every token of a block sees all of it.
     """
 
-    def __init__(
-        self,
-        module: DSpark,
-        scope: DraftScope,
-        drafts: DraftOps,
-        state: DraftState,
-        open_part: OpenPart,
-    ) -> None:
-        self.taps = scope.taps
-        self.trained_block = scope.trained_block
-        self.most = scope.most
-        self._module = module
-        self._drafts = drafts
-        self._state = state
-        self._open_part = open_part
+    module: DSpark
+    scope: DraftScope
+    drafts: DraftOps
+    state: DraftState
+    open_part: OpenPart
 
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
         """See ``Drafter``: the keys of the positions."""
-        state = self._state
+        state = self.state
         device = state.position_1.device
         dropped = max(0, len(token_ids) - state.remembered_rows)
-        read = [taps[name][dropped:].to(device) for name in self.taps]
+        read = [taps[name][dropped:].to(device) for name in self.scope.taps]
         end = start + len(token_ids)
         positions_T = torch.arange(start + dropped, end, device=device)
-        with self._open_part() as ops:
-            self._module.remember(ops, self._drafts, read, positions_T, state)
+        with self.open_part() as ops:
+            self.module.remember(ops, self.drafts, read, positions_T, state)
 
     def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
         """See ``Drafter``: one block, and its drafts one after the other."""
-        state = self._state
-        keys = self._module.keys
+        state = self.state
+        keys = self.module.keys
         noise = [keys.noise_token_id] * (keys.block_size - 1)
         device = state.position_1.device
         tokens_B = torch.tensor([token, *noise], dtype=torch.int64, device=device)
@@ -169,12 +151,12 @@ class DSparkDrafter:
             chosen.append(choose(logits_V, position + 1 + slot))
             return chosen[-1].clamp(min=0)[None]
 
-        with self._open_part() as ops:
-            block = self._module.block(ops, self._drafts, tokens_B, state)
+        with self.open_part() as ops:
+            block = self.module.block(ops, self.drafts, tokens_B, state)
             first = block._replace(
                 collapsed_BE=block.collapsed_BE[:count], logits_BV=block.logits_BV[:count]
             )
-            drafts = self._module.draft(self._drafts, first, tokens_B[:1], choose_slot)
+            drafts = self.module.draft(self.drafts, first, tokens_B[:1], choose_slot)
         tokens = torch.stack(chosen).tolist()
         good = tokens.index(NAN_TOKEN) if NAN_TOKEN in tokens else len(tokens)
         return Proposal(tokens[:good], drafts.logits_BV[:good])

@@ -1,6 +1,7 @@
 """The drafters of several ranks as one: all ranks draft the same tokens, from the same bits."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -18,27 +19,24 @@ class OnRanks(Protocol):
     def __call__(self, run: Callable[[int, Ops], Result]) -> Result: ...
 
 
+@dataclass(frozen=True)
 class RankDrafters:
-    """``Drafter`` of all ranks. ``taps`` are those of rank 0: all ranks have the same streams."""
+    """``Drafter`` of all ranks, which reads the taps of rank 0: all ranks have the same streams.
+    ``make(rank, ops)``: the drafter of a rank, of ops that know the others.
+    """
 
-    def __init__(
-        self, scope: DraftScope, make: Callable[[int, Ops], Drafter], on_ranks: OnRanks
-    ) -> None:
-        """``make(rank, ops)``: the drafter of a rank, of ops that know the others."""
-        self.taps = scope.taps
-        self.trained_block = scope.trained_block
-        self.most = scope.most
-        self._make = make
-        self._on_ranks = on_ranks
+    scope: DraftScope
+    make: Callable[[int, Ops], Drafter]
+    on_ranks: OnRanks
 
     def remember(self, token_ids: Sequence[int], taps: Mapping[str, Tensor], start: int) -> None:
         """See ``Drafter``."""
-        self._on_ranks(lambda rank, ops: self._make(rank, ops).remember(token_ids, taps, start))
+        self.on_ranks(lambda rank, ops: self.make(rank, ops).remember(token_ids, taps, start))
 
     def propose(self, token: int, position: int, count: int, choose: ChooseAt) -> Proposal:
         """See ``Drafter``."""
 
         def propose(rank: int, ops: Ops) -> Proposal:
-            return self._make(rank, ops).propose(token, position, count, choose)
+            return self.make(rank, ops).propose(token, position, count, choose)
 
-        return self._on_ranks(propose)
+        return self.on_ranks(propose)

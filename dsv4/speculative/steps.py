@@ -67,19 +67,19 @@ class DraftedSteps(DirectSteps):
         self._max_context = max_context
         # NaN among drafts ends the drafts, not the run: these ops do not note it.
         self._draft_ops = ops
-        drafter = self._whole_drafter()
-        self.drafter = drafter
-        self._taps = Taps(drafter.taps, UNTRACED)
-        self.count = DraftCount.asked(drafts, drafter.most, drafter.trained_block)
+        self.drafter = self._whole_drafter()
+        scope = self.drafter.scope
+        self._taps = Taps(scope.taps, UNTRACED)
+        self.count = DraftCount.asked(drafts, scope.most, scope.trained_block)
         self._count = self.count
         # Tokens that are verified together have the bits of tokens that come one by one.
         self._decode_ops = row_by_row(self.ops)
-        self.drafted = Tally(drafter.most)
+        self.drafted = Tally(scope.most)
         self._usefulness = Usefulness()
 
     def first_token(self, sampler: Sampler, hidden_TE: Tensor) -> int:
         """See ``DirectSteps``; a new run begins, which has drafted nothing."""
-        self.drafted = Tally(self.drafter.most)
+        self.drafted = Tally(self.drafter.scope.most)
         return super().first_token(sampler, hidden_TE)
 
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
@@ -110,7 +110,7 @@ class DraftedSteps(DirectSteps):
         self.drafter.remember(token_ids, self._taps.found, start)
 
     def _tapped(self, values: ValueSink) -> ValueSink:
-        self._taps = Taps(self.drafter.taps, values)
+        self._taps = Taps(self.drafter.scope.taps, values)
         return self._taps
 
     @torch.inference_mode()

@@ -19,9 +19,7 @@ class Scripted:
     """A drafter that proposes what it is told, while the module runs along."""
 
     def __init__(self, drafter: Drafter, script: "Script") -> None:
-        self.taps = drafter.taps
-        self.trained_block = drafter.trained_block
-        self.most = drafter.most
+        self.scope = drafter.scope
         self.remember = drafter.remember
         self._drafter = drafter
         self._script = script

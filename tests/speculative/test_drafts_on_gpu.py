@@ -48,7 +48,7 @@ class Pair:
         self._reference = other
         self._drafter = other.steps.drafter
         self._taps: dict[str, Tensor] = {}
-        names = self._drafter.taps
+        names = self._drafter.scope.taps
         watch = Watch(self._keep, lambda name: name in names)
         self._run = self.engine.steps.traced(watch)
 

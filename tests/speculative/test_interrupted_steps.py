@@ -81,7 +81,7 @@ def test_a_step_that_the_drafter_does_not_remember_is_taken_back(kind: MtpKind) 
     expected = engine.decode([1, 2])
     engine.rewind(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps.drafter, "remember", interrupted)
+        patch.setattr(type(steps.drafter), "remember", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.decode([1, 2])
     assert engine.position == len(PROMPT)
