@@ -38,7 +38,6 @@ from dsv4.sampling import Sampler, SamplingParams
 from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
 from dsv4.speculative.recorded_drafts import record_drafts
 from dsv4.speculative.recorded_steps import DraftedRecordedSteps
-from dsv4.speculative.report import draft_stats
 from dsv4.speculative.steps import DraftedSteps
 from dsv4.speculative.tally import drafts_of_a_step
 from dsv4.step.chunks import PromptChunks
@@ -265,7 +264,7 @@ class Engine(EngineInputs):
         finally:
             if self._run is run:
                 self._end_run()
-                self.last_run = run.stats(self.position, draft_stats(self.steps))
+                self.last_run = run.stats(self.position, self.steps.draft_stats())
 
     def following(
         self, token: int, sampler: Sampler, steps: int, decoder: CUDAGraphDecoder | None

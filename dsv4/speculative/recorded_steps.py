@@ -7,6 +7,7 @@ from torch import Tensor
 from dsv4.launch.target import Target
 from dsv4.model import Transformer
 from dsv4.parallel.hand_off import HandOff
+from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler
 from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Drafting
 from dsv4.speculative.block_ring import AnyBlockRing, BlockRing, BlockRings
@@ -88,6 +89,10 @@ class DraftedRecordedSteps(RecordedSteps):
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens behind ``token``, several for each step of which drafts stay."""
         yield from self.follow(token, sampler, steps, EagerBlocks(self))
+
+    def draft_stats(self) -> DraftStats:
+        """See ``RecordedSteps``."""
+        return self.drafted.stats()
 
     def follow(
         self,

@@ -27,6 +27,7 @@ from dsv4.ops.acceptance import (
 from dsv4.ops.drafts import TORCH_DRAFTS
 from dsv4.ops.row_by_row import row_by_row
 from dsv4.ops.sampling import gumbel_noise
+from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler, checked_token
 from dsv4.speculative.drafter import NO_DRAFTS, Drafter, Proposal, make_drafter
 from dsv4.speculative.module import DraftModule, DraftScope
@@ -105,6 +106,10 @@ class DraftedSteps(DirectSteps):
         finally:
             self.state.set_position(min(kept, self.state.position))
             self._usefulness.judge(self.drafted.stats())
+
+    def draft_stats(self) -> DraftStats:
+        """See ``DirectSteps``."""
+        return self.drafted.stats()
 
     def _computed(self, token_ids: Sequence[int], start: int) -> None:
         self.drafter.remember(token_ids, self._taps.found, start)

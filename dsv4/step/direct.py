@@ -12,6 +12,7 @@ from dsv4.caches.state import DecodeState
 from dsv4.layers.values import UNTRACED, ValueSink, Watch, completed_rows
 from dsv4.model import Arrival, Outputs, PartKind, Transformer
 from dsv4.ops import Ops, noticing_nan
+from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler, SamplerState, checked_token
 from dsv4.step.lock_step import JoinedValues
 from dsv4.step.meeting import Meeting, RankOps
@@ -140,6 +141,10 @@ class DirectSteps:
         for _ in range(steps):
             token = self.sample(sampler, self.decode([token])[0])
             yield token
+
+    def draft_stats(self) -> DraftStats | None:
+        """How drafts did in the last run; None: nothing drafts."""
+        return None
 
     @torch.inference_mode()
     def _run(

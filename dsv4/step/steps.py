@@ -14,6 +14,7 @@ from dsv4.layers.values import Wants, Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
+from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler, checked_token
 from dsv4.step.along import Along
 from dsv4.step.lock_step import AnyStep, JoinedValues, LockStep, Rings, Samplers
@@ -158,6 +159,10 @@ class RecordedSteps:
         queue = None if self.observer is None else self._queue_with_choice
         with closing(self.loop.generate(token, sampler, steps, queue)) as tokens:
             yield from tokens
+
+    def draft_stats(self) -> DraftStats | None:
+        """How drafts did in the last run; None: nothing drafts."""
+        return None
 
     def _queue_with_choice(self, end: int) -> None:
         self._queue(self.step(1), 1, end)
