@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from dsv4.checkpoint.identity import NO_FOLDER, Identity
 from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.state_file import StateKey
 from dsv4.config import ModelConfig
-from dsv4.decode import CUDAGraphDecoder, build_decoder
+from dsv4.decode import CUDAGraphDecoder, Mode, build_decoder
 from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine_config import EngineConfig
 from dsv4.engine_inputs import EngineInputs
@@ -110,11 +109,7 @@ class Engine(EngineInputs):
                 own.draft = allocate_draft(config, engine_config, shown, device, identity.draft)
         super().__init__(state, StateKey.of(config, engine_config, identity.main), max_context)
         self.steps = self._build_steps(compiling)
-        self.decoder: CUDAGraphDecoder | None = None
-        if engine_config.cuda_graph is not None:
-            if not isinstance(self.steps, RecordedSteps):
-                raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
-            self.decoder = self._build_decoder(engine_config.cuda_graph, self.steps)
+        self.decoder = self._build_decoder()
         self.last_run: RunStats | None = None
         self._nan = NaNSearch(self.steps, self.prompt_chunks)
 
@@ -290,10 +285,18 @@ class Engine(EngineInputs):
         alongs = record_drafts(self.config, modules, self.models, self.state, self.table)
         return DraftedRecordedSteps(self.models, alongs, tokens, count, context, compiling)
 
-    def _build_decoder(
-        self, mode: Literal["auto", "split", "full"], steps: RecordedSteps
-    ) -> CUDAGraphDecoder:
-        if not isinstance(steps, DraftedRecordedSteps):
-            return build_decoder(mode, steps, self.max_context)
+    def _build_decoder(self) -> CUDAGraphDecoder | None:
+        steps = self.steps
+        mode = self.engine_config.cuda_graph
         context = self.max_context
-        return build_decoder(mode, steps, context, lambda of: DraftedDecoder(steps, of, context))
+        if mode is None:
+            return None
+        if not isinstance(steps, RecordedSteps):
+            raise UserError("EngineConfig.cuda_graph: found the torch ops, expected 'cuda'")
+
+        def make(mode: Mode) -> CUDAGraphDecoder:
+            if isinstance(steps, DraftedRecordedSteps):
+                return DraftedDecoder(steps, mode, context)
+            return CUDAGraphDecoder(steps, mode, context)
+
+        return build_decoder(mode, steps, context, make)

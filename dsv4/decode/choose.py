@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -40,15 +39,13 @@ def build_decoder(
     mode: Literal["auto", "split", "full"],
     steps: RecordedSteps,
     max_context: int,
-    make: Callable[[Mode], CUDAGraphDecoder] | None = None,
+    make: Callable[[Mode], CUDAGraphDecoder],
 ) -> CUDAGraphDecoder:
-    """A decoder captured for one token a step, or what ``make`` makes in its place.
+    """The decoder that ``make`` makes of ``steps`` in this mode.
 
     "auto" captures both modes, lets each run a few steps against the eager ones and keeps the
     fastest that is exact. Raises ``UserError`` when none is.
     """
-    if make is None:
-        make = partial(_decoder_of_one, steps, max_context)
     if mode != "auto":
         return make(mode)
     modes: tuple[Mode, ...] = ("split", "full")
@@ -67,10 +64,6 @@ def build_decoder(
             "run without it"
         )
     return min(exact, key=lambda check: check.ms_per_token).decoder
-
-
-def _decoder_of_one(steps: RecordedSteps, max_context: int, mode: Mode) -> CUDAGraphDecoder:
-    return CUDAGraphDecoder(steps, mode, max_context)
 
 
 def _check(decoder: CUDAGraphDecoder, eager: list[Tensor]) -> _Checked:

@@ -50,15 +50,13 @@ def choosing(
     log: list[str] = []
     made = count()
 
-    def make(steps: Any, mode: Mode, room: int) -> EagerDecoder:
-        assert (steps, room) == (engine.steps, max_context)
+    def make(mode: Mode) -> Any:
         return EagerDecoder(engine, mode, errors[next(made)], log)
 
     clock = iter([0.0, seconds[0], 10.0, 10.0 + seconds[1]])
-    monkeypatch.setattr(choose, "CUDAGraphDecoder", make)
     monkeypatch.setattr(choose.time, "perf_counter", lambda: next(clock))
     steps: Any = engine.steps
-    decoder = choose.build_decoder("auto", steps, engine.max_context)
+    decoder = choose.build_decoder("auto", steps, engine.max_context, make)
     return decoder.mode, log, engine
 
 
@@ -97,18 +95,15 @@ def test_auto_checks_itself_in_a_short_context(
 
 
 @pytest.mark.parametrize("mode", ["split", "full"])
-def test_a_mode_that_is_asked_for_is_not_checked(
-    monkeypatch: pytest.MonkeyPatch, mode: Mode
-) -> None:
+def test_a_mode_that_is_asked_for_is_not_checked(mode: Mode) -> None:
     engine = tiny_engine(small_config((0,), 0))
     log: list[str] = []
 
-    def make(steps: Any, mode: Mode, room: int) -> EagerDecoder:
+    def make(mode: Mode) -> Any:
         return EagerDecoder(engine, mode, 1.0, log)
 
-    monkeypatch.setattr(choose, "CUDAGraphDecoder", make)
     steps: Any = engine.steps
-    assert choose.build_decoder(mode, steps, 64).mode == mode
+    assert choose.build_decoder(mode, steps, 64, make).mode == mode
     assert log == [f"capture {mode}"]
 
 
