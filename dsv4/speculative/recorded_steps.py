@@ -1,6 +1,7 @@
 """The recorded steps of an engine with a draft module, and how they follow each other eagerly."""
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -146,17 +147,16 @@ class EagerBlocks:
     def draft(self, count: int) -> None:
         """See ``BlockQueue``."""
         step = self._steps.draft_step(count)
-        if self._steps.observer is not None:
-            self._steps.observer.begin_step()
-        step.run(step.tokens, observer=self._steps.observer)
+        self._steps.queue(step, step.tokens)
 
     def verify(self, tokens: int, end: int) -> None:
         """See ``BlockQueue``."""
-        observer = self._steps.observer
-        # A step with drafts has begun with these.
-        if observer is not None and tokens == 1:
-            observer.begin_step()
         step = self._steps.step(tokens)
+        if tokens == 1:
+            self._steps.queue_with_choice(step, end)
+            return
+        # For an observer the step has begun with its drafts.
+        observer = self._steps.observer
         step.run(tokens, end, observer)
         step.sample(observer)
 
@@ -172,14 +172,7 @@ class EagerBlocks:
 
     def alone(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """See ``BlockQueue``."""
-        observer = self._steps.observer
         step = self._steps.alone
         assert step is not None
-
-        def queue(end: int) -> None:
-            if observer is not None:
-                observer.begin_step()
-            step.run(1, end, observer)
-            step.sample(observer)
-
+        queue = partial(self._steps.queue_with_choice, step)
         return self._steps.follow_alone(token, sampler, steps, queue)

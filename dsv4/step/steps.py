@@ -4,6 +4,7 @@ logits.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ class RecordedSteps:
 
     def following(self, token: int, sampler: Sampler, steps: int) -> Generator[int, None, None]:
         """Yields the tokens behind ``token``, one step each, sampled on the device."""
-        queue = None if self.observer is None else self._queue_with_choice
+        queue = partial(self.queue_with_choice, self.step(1))
         with closing(self.loop.generate(token, sampler, steps, queue)) as tokens:
             yield from tokens
 
@@ -164,22 +165,24 @@ class RecordedSteps:
         """How drafts did in the last run; None: nothing drafts."""
         return None
 
-    def _queue_with_choice(self, end: int) -> None:
-        self._queue(self.step(1), 1, end)
-        self.step(1).sample(self.observer)
+    def queue(self, step: AnyStep, tokens: int, end: int | None = None) -> None:
+        """Queues a step item by item; ``end``: as of ``Step.run``."""
+        if self.observer is not None:
+            self.observer.begin_step()
+        step.run(tokens, end, self.observer)
+
+    def queue_with_choice(self, step: AnyStep, end: int) -> None:
+        """Queues a step of one token and the choice of the next one."""
+        self.queue(step, 1, end)
+        step.sample(self.observer)
 
     def _run(self, step: AnyStep, token_ids: Sequence[int]) -> AnyStep:
         assert step.feed is not None
         step.feed.put(token_ids)
         with self.state.appending():
             self.state.advance(len(token_ids))
-            self._queue(step, len(token_ids), self.state.position)
+            self.queue(step, len(token_ids), self.state.position)
         return step
-
-    def _queue(self, step: AnyStep, tokens: int, end: int) -> None:
-        if self.observer is not None:
-            self.observer.begin_step()
-        step.run(tokens, end, self.observer)
 
     def _run_logits(self, hidden_TE: Tensor) -> AnyStep:
         rows = hidden_TE.shape[0]

@@ -29,18 +29,14 @@ class TokenLoop:
 
     @torch.inference_mode()
     def generate(
-        self,
-        token: int,
-        sampler: Sampler,
-        steps: int,
-        queue: Callable[[int], None] | None = None,
+        self, token: int, sampler: Sampler, steps: int, queue: Callable[[int], None]
     ) -> Generator[int, None, None]:
         """Yields the tokens that follow ``token``, one step each.
 
         ``queue``, which is told how many tokens the sequence then has, queues the step and its
-        choice of a token; by default as the step does. The host stays up to four steps behind.
-        Steps that were queued in vain, because the caller closed the generator, are taken back,
-        with the NaN that they met. Raises ``FloatingPointError`` for NaN logits.
+        choice of a token. The host stays up to four steps behind. Steps that were queued in vain,
+        because the caller closed the generator, are taken back, with the NaN that they met. Raises
+        ``FloatingPointError`` for NaN logits.
         """
         start = self._state.position
         queued = 0
@@ -55,7 +51,7 @@ class TokenLoop:
         try:
             while read < steps:
                 while queued < min(steps, read + STEPS_AHEAD):
-                    self._put(queue or self._queue, logprobs)
+                    self._put(queue, logprobs)
                     queued += 1
                 read += 1
                 with naming_lost_words(self._state.channels):
@@ -81,7 +77,3 @@ class TokenLoop:
             logprobs.store(self._state.position, self._step.logits_TV[-1], self._step.token)
         self._ring.mark(self._state.position)
         self._feed.pass_on()
-
-    def _queue(self, end: int) -> None:
-        self._step.run(1, end)
-        self._step.sample()

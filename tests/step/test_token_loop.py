@@ -2,6 +2,7 @@
 ends.
 """
 
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +38,7 @@ class World:
         self.state = DecodeState((), {device: zero}, {device: zero.clone()}, {})
         self.state.set_position(START)
         self.feed = SimpleNamespace(put=self.put, pass_on=lambda: self.log.append("pass on"))
-        self.sampler = SimpleNamespace(load=lambda sampler: self.log.append("sampler"))
-        self.step = SimpleNamespace(feed=self.feed, run=self.run, sample=self.sample)
+        self.step = SimpleNamespace(feed=self.feed)
         self.step.logits_TV = torch.zeros(1, 200)
         self.step.token = torch.tensor(0)
 
@@ -46,13 +46,9 @@ class World:
         (self.input,) = ids
         self.log.append("put")
 
-    def run(self, tokens: int, end: int) -> None:
-        assert tokens == 1
+    def queue(self, end: int) -> None:
         assert end == self.state.position + 1
-        self.log.append("run")
-
-    def sample(self) -> None:
-        self.log.append("sample")
+        self.log.append("step")
         self.input += 1
         position = self.state.position + 1
         if position == self.nan_at:
@@ -70,36 +66,38 @@ class World:
         assert self.state.position - position < STEPS_AHEAD
         return self.ring[position % RING_TOKENS]
 
-    def loop(self) -> TokenLoop:
+    def generate(self, steps: int, sampler: Sampler = GREEDY) -> Generator[int, None, None]:
+        """What follows token 7."""
         ring: Any = SimpleNamespace(mark=self.mark, read=self.read)
         step: Any = self.step
-        sampler: Any = self.sampler
-        return TokenLoop(step, self.state, sampler, ring)
+        settings: Any = SimpleNamespace(load=lambda sampler: self.log.append("sampler"))
+        loop = TokenLoop(step, self.state, settings, ring)
+        return loop.generate(7, sampler, steps, self.queue)
 
 
 def test_tokens_come_in_order_and_the_host_stays_a_few_steps_behind() -> None:
     world = World()
-    tokens = world.loop().generate(7, GREEDY, 50)
+    tokens = world.generate(50)
     assert next(tokens) == 8
     assert world.state.position == START + STEPS_AHEAD
     assert list(tokens) == list(range(9, 58))
     assert world.state.position == START + 50
     assert world.marked == list(range(START + 1, START + 51))
     assert world.log[:2] == ["sampler", "put"]
-    assert world.log[2:] == ["run", "sample", "pass on"] * 50
+    assert world.log[2:] == ["step", "pass on"] * 50
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_no_step_is_queued_beyond_what_is_asked_for(steps: int) -> None:
     world = World()
-    assert list(world.loop().generate(7, GREEDY, steps)) == list(range(8, 8 + steps))
-    assert world.log.count("run") == steps
+    assert list(world.generate(steps)) == list(range(8, 8 + steps))
+    assert world.log.count("step") == steps
     assert world.state.position == START + steps
 
 
 def test_a_closed_loop_takes_back_what_it_queued_in_vain() -> None:
     world = World()
-    tokens = world.loop().generate(7, GREEDY, 50)
+    tokens = world.generate(50)
     taken = [next(tokens) for _ in range(5)]
     tokens.close()
     assert taken == [8, 9, 10, 11, 12]
@@ -110,7 +108,7 @@ def test_a_closed_loop_takes_back_what_it_queued_in_vain() -> None:
 
 def test_nan_ends_it_by_name() -> None:
     world = World(nan_at=START + 3)
-    tokens = world.loop().generate(7, GREEDY, 50)
+    tokens = world.generate(50)
     assert [next(tokens), next(tokens)] == [8, 9]
     with pytest.raises(FloatingPointError, match=f"NaN after {START + 3} tokens"):
         next(tokens)
@@ -121,7 +119,7 @@ def test_nan_ends_it_by_name() -> None:
 def test_nan_of_steps_in_vain_is_not_the_sequence_s() -> None:
     """Such a sequence can be saved."""
     world = World(nan_at=START + STEPS_AHEAD)
-    tokens = world.loop().generate(7, GREEDY, 50)
+    tokens = world.generate(50)
     assert next(tokens) == 8
     assert world.state.met_nan
     tokens.close()
@@ -138,7 +136,7 @@ def test_an_interrupted_wait_forgets_no_nan(monkeypatch: pytest.MonkeyPatch) -> 
     world = World(nan_at=START + 2)
     monkeypatch.setattr(world, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        next(world.loop().generate(7, GREEDY, 50))
+        next(world.generate(50))
     assert world.state.met_nan
 
 
@@ -147,28 +145,14 @@ def test_words_that_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     world.state.channels = lost_words()
     monkeypatch.setattr(world, "read", wait_for_trapped)
     with pytest.raises(RuntimeError, match="words of cuda:3 for cuda:1 did not come"):
-        next(world.loop().generate(7, GREEDY, 50))
-
-
-def test_others_may_queue_the_step() -> None:
-    world = World()
-    queued: list[int] = []
-
-    def queue(end: int) -> None:
-        queued.append(end)
-        world.sample()
-
-    tokens = world.loop().generate(7, GREEDY, 3, queue)
-    assert list(tokens) == [8, 9, 10]
-    assert queued == [START + 1, START + 2, START + 3]
-    assert "run" not in world.log
+        next(world.generate(50))
 
 
 def test_every_token_comes_with_its_own_log_probabilities() -> None:
     """Though the host is behind, and the logits are overwritten by the steps ahead of it."""
     world = World()
     sampler = Sampler(SamplingParams(temperature=0, logprobs=2))
-    tokens = list(world.loop().generate(7, sampler, 40))
+    tokens = list(world.generate(40, sampler))
     assert [noted.token_id for noted in sampler.noted] == tokens == list(range(8, 48))
     for place, noted in enumerate(sampler.noted, START + 1):
         (first, logprob), (second, other) = noted.top
