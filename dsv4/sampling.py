@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.errors import UserError, shorten
 from dsv4.limits import MAX_LOGPROBS
 from dsv4.logprobs import TokenLogprobs, rank_tokens
+from dsv4.ops import Ops
 from dsv4.ops.sampling import NAN_TOKEN
 
 # Loads that can be on their way before one waits for the first of them.
@@ -190,6 +191,10 @@ class SamplerState:
         pinned.write(sampler)
         self._static.words.copy_(pinned.words, non_blocking=True)
         copied.record(torch.cuda.current_stream(self._static.words.device))
+
+    def choose(self, ops: Ops, logits_V: Tensor, position_1: Tensor) -> Tensor:
+        """``ops.sample_token`` with these settings."""
+        return ops.sample_token(logits_V, self.settings_4, self.seed_1, position_1)
 
 
 def checked_token(token: int, position: int, met_nan: bool = False) -> int:

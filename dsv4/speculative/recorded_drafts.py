@@ -91,13 +91,13 @@ class RecordedDrafts:
         count = logits_TV.shape[0] - 1
         place = self.state.place(self.head)
         recording = recorder.recording(self.head)
-        read = (sampler.settings_4, sampler.seed_1, place[0])
         with recorder.part("sample", self.head) as ops:
-            behind = ops.sample_token(logits_TV[-1], *read) if token is None else token
+            behind = sampler.choose(ops, logits_TV[-1], place[0]) if token is None else token
             judged = None
             if count:
                 drafts_N = memory.drafts_N[:count]
                 proposed = (memory.logits_NV[:count], drafts_N)
+                read = (sampler.settings_4, sampler.seed_1, place[0])
                 judged = judge_drafts(recording, logits_TV, *proposed, *read), drafts_N
             next_1 = memory.inputs[self.head][:1]
             for_host = (memory.ring_3R, self.state.nan_1)

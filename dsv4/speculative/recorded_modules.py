@@ -116,7 +116,7 @@ class RecordedDSpark:
             recording.place(logits_V, memory.logits_NV[slot])
             # Behind the last position of the block comes the one that it has moved to.
             at_1 = positions_B[slot + 1 : slot + 2] if slot + 1 < self.rows else state.position_1
-            token = ops.sample_token(logits_V, sampler.settings_4, sampler.seed_1, at_1)
+            token = sampler.choose(ops, logits_V, at_1)
             recording.place(token, memory.drafts_N[slot])
             previous_1 = token.view(1)
         enter_drafts(recording, memory.drafts_N[:count], self.inputs_T[1 : 1 + count])
@@ -191,7 +191,7 @@ class RecordedClassic:
             recording.place(logits_1V, memory.logits_NV[slot : slot + 1])
             at_1 = recording.empty((1,), torch.int64)
             begin_rows(recording, place, 1 + slot, (at_1, recording.empty((1,), torch.int64)))
-            token = ops.sample_token(logits_1V[0], sampler.settings_4, sampler.seed_1, at_1)
+            token = sampler.choose(ops, logits_1V[0], at_1)
             recording.place(token, memory.drafts_N[slot])
             entered_1 = self.inputs_T[slot + 1 : slot + 2]
             enter_drafts(recording, memory.drafts_N[slot : slot + 1], entered_1)

@@ -151,9 +151,7 @@ class DraftedSteps(DirectSteps):
 
     def _choose_draft(self, logits_V: Tensor, position: int) -> Tensor:
         """The draft at ``position``, with the noise that the main model's draw would have."""
-        settings = self._sampler
-        position_1 = _on(logits_V.device, position)[None]
-        return self.ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
+        return self._sampler.choose(self.ops, logits_V, _on(logits_V.device, position)[None])
 
     def _verified(
         self, token: int, proposal: Proposal, sampler: Sampler

@@ -124,10 +124,9 @@ class DirectSteps:
     def sample(self, sampler: Sampler, logits_V: Tensor) -> int:
         """The token that follows, chosen by ``sampler``. Raises ``FloatingPointError`` for NaN."""
         self._sampler.load(sampler)
-        settings = self._sampler
         position_1 = self.state.positions_1[self.model.head_device]
         with self._head_part("sample") as ops:
-            token = ops.sample_token(logits_V, settings.settings_4, settings.seed_1, position_1)
+            token = self._sampler.choose(ops, logits_V, position_1)
         chosen = checked_token(int(token), self.state.position, self.state.met_nan)
         sampler.note(logits_V, token)
         return chosen

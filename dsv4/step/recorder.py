@@ -244,7 +244,7 @@ def record_step(
         assert outputs.logits_TV is not None, "a token is sampled from logits"
         with recorder.part("sample", head) as ops:
             position_1 = state.positions_1[head]
-            token = sample(ops, outputs.logits_TV, loop.sampler, position_1)
+            token = loop.sampler.choose(ops, outputs.logits_TV[-1], position_1)
             next_1 = recorder.tokens(head)
             # Before the way to the host, which takes longer.
             recorder.pass_on(token)
@@ -275,10 +275,5 @@ def record_logits(
     token = None
     if hidden_TE.shape[0] == 1:
         with recorder.part("sample", head) as ops:
-            token = sample(ops, logits_TV, sampler, state.positions_1[head])
+            token = sampler.choose(ops, logits_TV[-1], state.positions_1[head])
     return recorder.finish(Outputs(hidden_TE, logits_TV), token, head)
-
-
-def sample(ops: Ops, logits_TV: Tensor, sampler: SamplerState, position_1: Tensor) -> Tensor:
-    """The token that follows the last row."""
-    return ops.sample_token(logits_TV[-1], sampler.settings_4, sampler.seed_1, position_1)
