@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from typing import Literal
@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from dsv4.caches.state import DecodeState
+from dsv4.on_failure import OnFailure
 from dsv4.step.lock_step import LockStep
 from dsv4.step.parts import AnyPart, Part
 from dsv4.step.step import Step
@@ -26,22 +27,18 @@ def capture_graph(
 ) -> torch.cuda.CUDAGraph:
     """``body`` captured on ``stream``; memory that it allocates comes from ``pool``."""
     graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.device(stream.device),
-        torch.cuda.stream(stream),
-        _no_garbage_collection(),
-        ExitStack() as stack,
-    ):
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), _no_garbage_collection():
         graph.capture_begin(pool, capture_error_mode="thread_local")  # pyright: ignore[reportArgumentType]
-
-        def end(failed: type[BaseException] | None, *_: object) -> None:
-            # Keep the body's exception: ending a broken capture raises a less useful one.
-            with suppress(RuntimeError) if failed else nullcontext():
-                graph.capture_end()
-
-        stack.push(end)
-        body()
+        with OnFailure(_end_broken, graph):
+            body()
+        graph.capture_end()
     return graph
+
+
+def _end_broken(graph: torch.cuda.CUDAGraph) -> None:
+    # The body has raised: what ending its capture raises is less useful.
+    with suppress(RuntimeError):
+        graph.capture_end()
 
 
 @contextmanager
