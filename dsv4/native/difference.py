@@ -33,8 +33,7 @@ _OTHER_EXPERTS = 0.02
 def difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | None:
     """What is wrong with ``found`` ``[..., N]`` in one line; None if nothing is. NaN is wrong."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        seen = f"{found.dtype} {tuple(found.shape)}"
-        return f"found {seen}, expected {expected.dtype} {tuple(expected.shape)}"
+        return f"found {_described(found)}, expected {_described(expected)}"
     if expected.numel() == 0:
         return None
     wide = expected.float()
@@ -69,11 +68,14 @@ def mixture_difference(
 def different_bits(found: Tensor, expected: Tensor) -> str | None:
     """The same for results that have to be equal bit by bit."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        seen = f"{found.dtype} {tuple(found.shape)}"
-        return f"found {seen}, expected {expected.dtype} {tuple(expected.shape)}"
-    bytes_of = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (found, expected)]
-    wrong = bytes_of[0] != bytes_of[1]
+        return f"found {_described(found)}, expected {_described(expected)}"
+    ours, theirs = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (found, expected))
+    wrong = ours != theirs
     if not bool(wrong.any()):
         return None
     count = f"{int(wrong.sum())} of {wrong.numel()} bytes differ"
     return f"{count}, the first at {int(wrong.nonzero()[0])}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
