@@ -50,7 +50,7 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> Com
     return Compiled(bytes(code.code), log.getvalue())
 
 
-def translation_unit(source: str, architecture: str, defines: Defines = ()) -> tuple[str, Any]:
+def translation_unit(source: str, architecture: str, defines: Defines) -> tuple[str, Any]:
     """What the compiler gets for ``dsv4/ops/<source>.cu``: the text, and cuda.core's
     ``ProgramOptions``.
     """

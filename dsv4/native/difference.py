@@ -52,9 +52,7 @@ def difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | N
     return None
 
 
-def mixture_difference(
-    found: Mixture, expected: Mixture, tolerance: Tolerance = MIXTURE
-) -> str | None:
+def mixture_difference(found: Mixture, expected: Mixture, tolerance: Tolerance) -> str | None:
     """The same of a mixture's rows, for tokens that went to the same experts: all but those at
     near ties of the gate have to.
     """

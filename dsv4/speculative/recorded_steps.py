@@ -36,7 +36,7 @@ class DraftedRecordedSteps(RecordedSteps):
         prefill_tokens: int,
         drafts: Drafts,
         max_context: int,
-        compiling: Progress | None = None,
+        compiling: Progress | None,
     ) -> None:
         """``alongs``: the module recorded for each of ``models``. ``drafts``: as of
         ``dsv4.speculative.steps.DraftedSteps``; ``max_context``: tokens that the caches hold; the

@@ -28,11 +28,7 @@ class RankSteps:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        state: DecodeState,
-        table: RecordedTable,
-        along: Along | None = None,
+        self, model: Transformer, state: DecodeState, table: RecordedTable, along: Along | None
     ) -> None:
         self.model = model
         self.state = state

@@ -112,7 +112,7 @@ def compare_files(
 
 
 def compare_traces(
-    found: JoinedTrace, reference: JoinedTrace, threshold: float, unwritten: Sequence[str] = ()
+    found: JoinedTrace, reference: JoinedTrace, threshold: float, unwritten: Sequence[str]
 ) -> Comparison:
     """Every value that both traces have; one slice of tokens is in memory at a time. ``unwritten``:
     what our side has besides the values in its file. Raises ``UserError`` when nothing is in both

@@ -50,7 +50,7 @@ def check_sources() -> list[Check]:
 
 
 def check_checkpoint(
-    model: Path, modes: list[Mode], gpus: int, parallel: Parallel = "pipeline"
+    model: Path, modes: list[Mode], gpus: int, parallel: Parallel
 ) -> tuple[list[Check], dict[str, list[str]]]:
     """The checks that need a GPU, and the captured regions by mode. Raises ``UserError``."""
     if not torch.cuda.is_available():
