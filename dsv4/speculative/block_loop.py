@@ -68,7 +68,9 @@ class BlockLoop:
         """``max_context``: tokens that the caches hold. ``pass_on_rejected`` queues the head's
         number of rejected tokens to the other devices.
         """
+        assert state.draft is not None
         self._state = state
+        self._draft = state.draft
         self._sampler = sampler
         self._ring = ring
         self._max_context = max_context
@@ -136,9 +138,7 @@ class BlockLoop:
                 state.forget_nan()
 
     def _rests(self) -> bool:
-        draft = self._state.draft
-        assert draft is not None
-        return self._count.rest(draft.stages[0].window) > 0
+        return self._count.rest(self._draft.stages[0].window) > 0
 
     def _fill(self, queue: BlockQueue, ahead: int) -> None:
         """Queues steps until ``ahead`` are, as far as it is known what the next one is. What it is
@@ -159,12 +159,10 @@ class BlockLoop:
 
     def _next_count(self) -> int | None:
         """Drafts of the next step; None until what is queued is read."""
-        draft = self._state.draft
-        assert draft is not None
         queued = sum(self._pending)
         wanted = self._count.now
         has_room = self._known + queued + wanted < self._max_context
-        is_known = draft.covers(self._known)
+        is_known = self._draft.covers(self._known)
         if self._pending:
             is_sure = has_room and is_known
             # Behind drafts that bring NaN the next step begins where they did, and another one than
@@ -228,8 +226,7 @@ class BlockLoop:
         """The oldest step is known to begin at ``_known``."""
         state = self._state
         tokens = self._pending[0]
-        assert state.draft is not None
-        state.draft.begin(self._known, tokens)
+        self._draft.begin(self._known, tokens)
         state.furthest = max(state.furthest, self._known + tokens)
 
 
