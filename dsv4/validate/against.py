@@ -26,7 +26,7 @@ from dsv4.validate.joined_trace import (
 from dsv4.validate.names import (
     ALIGNED,
     CHOSEN,
-    ENTRIES,
+    ENTRY_ROWS,
     common_names,
     execution_order,
     ids_of,
@@ -82,7 +82,7 @@ class Comparison:
             yield "every value is above the threshold"
         else:
             first = self.first
-            what = "entry" if suffix(first.name) in ENTRIES else "token"
+            what = "entry" if suffix(first.name) in ENTRY_ROWS else "token"
             kind = f" ({first.kind})" if first.kind else ""
             where = f"{first.name}{kind}, {what} {first.first_under}"
             yield f"first under the threshold: {where}"

@@ -1,7 +1,7 @@
 """The shapes of a layer's values (traces.md#values), which are known before it has run."""
 
 from dsv4.config import ModelConfig
-from dsv4.validate.names import ENTRIES, layer_of, suffix
+from dsv4.validate.names import ENTRY_ROWS, layer_of, suffix
 
 
 def layer_shape(config: ModelConfig, name: str, tokens: int) -> list[int]:
@@ -11,7 +11,7 @@ def layer_shape(config: ModelConfig, name: str, tokens: int) -> list[int]:
     layer = layer_of(name)
     assert layer is not None
     value = suffix(name)
-    rows = tokens // config.compress_ratios[layer] if value in ENTRIES else tokens
+    rows = tokens // config.compress_ratios[layer] if value in ENTRY_ROWS else tokens
     return [rows, *_widths(config)[value]]
 
 

@@ -10,7 +10,7 @@ from dsv4.layers.values import LAYER_VALUES, OUTPUT_VALUES
 CHOSEN = ("indexer.entries", "router.experts")
 ALIGNED = {"indexer.scores": "indexer.entries", "router.weights": "router.experts"}
 # Rows of these are entries, of all others tokens.
-ENTRIES = ("attn.compressed", "indexer.keys")
+ENTRY_ROWS = ("attn.compressed", "indexer.keys")
 
 
 def common_names(found: Set[str], reference: Set[str]) -> list[str]:
