@@ -26,21 +26,24 @@ from dsv4.command.flags import (
     integer,
     number,
 )
-from dsv4.command.output_file import check_output, refuse_shared_files, write_output
+from dsv4.command.output_file import write_output
 from dsv4.command.program import command, run_program
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.measure.record_file import write_record
-from dsv4.ops.tables import TableName
 from dsv4.validate.against import compare_files
 from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
 from dsv4.validate.names import column_of
 from dsv4.validate.plot import Point, cosine_svg
+from dsv4.validate.reference_flags import (
+    DEFAULT_CHUNK,
+    check_outputs,
+    check_reference_device,
+    parse_swaps,
+)
 from dsv4.validate.traces import Trace, engine_trace, transformers_trace, write_engine_trace
-
-DEFAULT_CHUNK = 512
 
 
 class Report(NamedTuple):
@@ -129,17 +132,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the rows and where they come from")
     parser.add_argument("--svg", type=Path, help="write a plot of 1 − agreement by layer")
     return parser
-
-
-def parse_swaps(options: list[str]) -> dict[str, TableName]:
-    """``["moe=torch"]`` to ``{"moe": "torch"}``. Raises ``UserError``."""
-    swaps: dict[str, TableName] = {}
-    for option in options:
-        op, _, source = option.partition("=")
-        if source not in ("torch", "cuda"):
-            raise UserError(f"--swap: found {option!r}, expected OP=torch or OP=cuda")
-        swaps[op] = source
-    return swaps
 
 
 def token_ids_of(options: argparse.Namespace) -> list[int]:
@@ -245,23 +237,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     read = [("--against", path) for path in options.against or ()]
     check_outputs(options, [*read, ("--trace", options.trace)])
     return options
-
-
-def check_reference_device(device: str) -> None:
-    """Raises ``UserError`` that names the reference's flag, before our side has run."""
-    if device == "cuda" and torch.cuda.device_count() == 0:
-        raise UserError("--reference-device cuda: found no CUDA device, expected one")
-
-
-def check_outputs(options: argparse.Namespace, read: Sequence[tuple[str, Path | None]]) -> None:
-    """Raises ``UserError`` when ``--json`` or ``--svg`` cannot be written, both are one file, or
-    one is among the files of flags that are ``read``, or of the model.
-    """
-    written = [("--json", options.json), ("--svg", options.svg)]
-    refuse_shared_files(read, written, options.model)
-    for flag, path in written:
-        if path is not None:
-            check_output(flag, path)
 
 
 def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:

@@ -20,7 +20,6 @@ from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.ops.tables import TORCH_TABLE, swap_ops
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
-from dsv4.validate.cosine import check_outputs, check_reference_device, parse_swaps
 from dsv4.validate.joined_trace import expect_same_tokens, expect_tokens_of, trace_with_ranks
 from dsv4.validate.layer_walk import (
     EngineLayers,
@@ -31,9 +30,14 @@ from dsv4.validate.layer_walk import (
     expect_streams_into,
     expect_values_of,
 )
+from dsv4.validate.reference_flags import (
+    DEFAULT_CHUNK,
+    check_outputs,
+    check_reference_device,
+    parse_swaps,
+)
 from dsv4.validate.transformers_layer import TransformersLayers
 
-DEFAULT_CHUNK = 512
 # What --input and --reference may be beside the name of a trace.
 INPUTS = ("own", "reference")
 REFERENCES = ("torch", "transformers")
