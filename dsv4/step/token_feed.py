@@ -48,13 +48,14 @@ class TokenFeed:
         steps send no token. ``channels``: between the devices.
         """
         self._head = head
-        passes_on = memory is not None
         if memory is None:
-            memory = {
+            self.inputs = {
                 device: torch.zeros(tokens, dtype=torch.int64, device=device) for device in devices
             }
-        self.inputs = {device: memory[device][:tokens] for device in devices}
-        self.given = {} if passes_on else given_by_host(self.inputs, head, channels)
+            self.given = given_by_host(self.inputs, head, channels)
+        else:
+            self.inputs = {device: memory[device][:tokens] for device in devices}
+            self.given = {}
         self._others = [device for device in devices if device != head]
         by_hand = [] if self.given else self._others
         self._hand_offs = [HandOff(head, self.inputs[device]) for device in by_hand]
