@@ -8,7 +8,7 @@ results, tool schemas, names and arguments of earlier calls) are neutralised by 
 from dataclasses import replace
 
 from .control_tokens import BOS, THINK_CLOSE, THINK_OPEN
-from .messages import Message, parse_messages
+from .messages import Message, check_thinking_mode, parse_messages
 from .preprocess import drop_old_reasoning, merge_user_turns, sort_tool_results
 from .reasoning_effort import effort_prefix
 from .render import Piece, Rendering, join_pieces, render_messages
@@ -50,8 +50,7 @@ def encode_messages(
     message has `wo_eos`. Raises ValueError, with one line, for anything in the arguments that the
     format cannot express.
     """
-    if thinking_mode not in ("chat", "thinking"):
-        raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
+    check_thinking_mode(thinking_mode)
     thinking = thinking_mode == "thinking"
     prefix = effort_prefix(reasoning_effort, profile)
     earlier = merge_user_turns(parse_messages(context or [], "context"))

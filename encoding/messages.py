@@ -63,6 +63,12 @@ def to_json(value: object, where: str) -> str:
         raise ValueError(f"{where} cannot be written as JSON ({error})") from error
 
 
+def check_thinking_mode(mode: object) -> None:
+    """Raises ValueError for anything but "chat" and "thinking"."""
+    if mode not in ("chat", "thinking"):
+        raise ValueError(f"thinking_mode is {mode!r}, expected 'chat' or 'thinking'")
+
+
 def parse_messages(messages: object, where: str) -> list[Message]:
     """Typed copies of the dictionaries in `messages`; the input is not changed. ValueError names
     the faulty message.

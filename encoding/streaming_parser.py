@@ -45,7 +45,7 @@ from .dsml_tags import (
     opens_block,
     read_tag,
 )
-from .messages import parse_tools
+from .messages import check_thinking_mode, parse_tools
 from .scanner import Scanner
 from .tool_block_parser import ToolBlockParser
 from .tool_call_builder import declared_parameters
@@ -75,8 +75,7 @@ class StreamingParser:
         from text; None says nothing of them. `reads_calls` false: tool calls stay text. ValueError
         for a wrong argument.
         """
-        if thinking_mode not in ("chat", "thinking"):
-            raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
+        check_thinking_mode(thinking_mode)
         self._chat_mode = thinking_mode == "chat"
         self._in_reasoning = thinking_mode == "thinking"
         self._reads_calls = reads_calls

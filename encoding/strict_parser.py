@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from .control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
+from .messages import check_thinking_mode
 
 _BLOCK_OPEN = f"\n\n<{DSML}tool_calls"
 _BLOCK_CLOSE = f"</{DSML}tool_calls>"
@@ -28,8 +29,7 @@ def parse_message_from_completion_text(text: str, thinking_mode: str) -> dict:
     every deviation from the format; `parse_completion` of `encoding.tolerant_parser` accepts any
     text.
     """
-    if thinking_mode not in ("chat", "thinking"):
-        raise ValueError(f"thinking_mode is {thinking_mode!r}, expected 'chat' or 'thinking'")
+    check_thinking_mode(thinking_mode)
     if not isinstance(text, str):
         raise ValueError(f"completion is {type(text).__name__}, expected a string")
     reader = _Reader(text)
@@ -111,7 +111,7 @@ def _parse_invoke(reader: _Reader) -> dict:
             )
     if stop is None:
         raise ValueError(f"missing {_INVOKE_CLOSE}> of tool call {name[1]!r}")
-    arguments = "{" + ", ".join(f"{_quote(key)}: {value}" for key, value in values.items()) + "}"
+    arguments = "{" + ", ".join(f"{quote(key)}: {value}" for key, value in values.items()) + "}"
     return {"type": "function", "function": {"name": name[1], "arguments": arguments}}
 
 
@@ -122,7 +122,7 @@ def _parse_parameter(reader: _Reader) -> tuple[str, str]:
         raise ValueError(f"malformed parameter: {source[:80]!r}")
     key, is_string, value = match.groups()
     if is_string == "true":
-        return key, _quote(value)
+        return key, quote(value)
     if not is_json(value):
         raise ValueError(f"value of parameter {key!r} is not JSON: {value[:80]!r}")
     return key, value
@@ -139,5 +139,6 @@ def is_json(text: str) -> bool:
     return True
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
+    """`text` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,9 +1,8 @@
 """The arguments of one tool call, from its parameters to valid JSON (model.md#parsing)."""
 
-import json
 from collections.abc import Callable, Mapping
 
-from .strict_parser import is_json
+from .strict_parser import is_json, quote
 
 # Names under which models wrap all arguments of a call in one parameter.
 _WRAPPERS = ("arguments", "input")
@@ -80,7 +79,7 @@ class ToolCallBuilder:
         return self._append(name)
 
     def _append(self, name: str) -> str:
-        text = ("{" if not self._json else ", ") + f"{_quote(name)}: {self._values[name]}"
+        text = ("{" if not self._json else ", ") + f"{quote(name)}: {self._values[name]}"
         self._json += text
         return text
 
@@ -94,12 +93,8 @@ class ToolCallBuilder:
         elif not is_string and not is_json(value):
             self._note_repair("value_is_not_json")
             is_string = True
-        return _quote(value) if is_string else value
+        return quote(value) if is_string else value
 
 
 def _is_json_object(text: str) -> bool:
     return text.startswith("{") and is_json(text)
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
