@@ -88,9 +88,8 @@ class StreamingParser:
         self._before = "\n"
         self._block: ToolBlockParser | None = None
         self._block_count = 0
-        self._gap: str | None = (
-            None  # white space behind a tool block, as long as nothing else has followed
-        )
+        # White space behind a tool block, as long as nothing else has followed.
+        self._gap: str | None = None
         self._ended = False  # EOS was seen
 
     def feed(self, text: str) -> list[Event]:

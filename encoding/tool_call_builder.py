@@ -31,9 +31,8 @@ class ToolCallBuilder:
         self._properties = properties
         self._note_repair = note_repair
         self._values: dict[str, str] = {}
-        self._wrapped: tuple[str, str] | None = (
-            None  # the first parameter, while it may be a wrapper
-        )
+        # The first parameter, while it may be a wrapper.
+        self._wrapped: tuple[str, str] | None = None
         self._loose_text: list[str] = []
         self._json = ""
 

@@ -1,7 +1,7 @@
 """Tensor names: the three dialects in use and the rename table between them
 (model.md#tensor-names).
 
-  * native: DeepSeek's own, ``layers.0.attn.wq_a.weight``; everything else in this package speaks
+* native: DeepSeek's own, ``layers.0.attn.wq_a.weight``; everything else in this package speaks
   native only;
 * hf: the module names of transformers, ``model.layers.0.self_attn.q_a_proj.weight``;
 * hybrid: what ``save_pretrained`` of transformers 5 writes, ``model.layers.0.attn.wq_a.weight``.

@@ -1,10 +1,10 @@
 """Choosing a token on the GPU: one launch of one cluster of 8 blocks, without a copy to the host.
 
 The noise, its addition to the scaled logits and what top-k keeps are bit for bit those of
-``dsv4.ops.sampling``. Sums
-of probabilities are float32 in another order than torch's, and tokens whose scaled logits differ by
-less than 2⁻²⁰ count as tied at the edge of top-p: a token within rounding (about 1e-6 of
-probability) of the edge of top-p or min-p may be kept by one and not by the other.
+``dsv4.ops.sampling``. Sums of probabilities are float32 in another order than torch's, and tokens
+whose scaled logits differ by less than 2⁻²⁰ count as tied at the edge of top-p: a token within
+rounding (about 1e-6 of probability) of the edge of top-p or min-p may be kept by one and not by the
+other.
 """
 
 import torch
