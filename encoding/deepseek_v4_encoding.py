@@ -11,7 +11,7 @@ from .control_tokens import BOS, THINK_CLOSE, THINK_OPEN
 from .messages import Message, check_thinking_mode, parse_messages
 from .preprocess import drop_old_reasoning, merge_user_turns, sort_tool_results
 from .reasoning_effort import effort_prefix
-from .render import Piece, Rendering, join_pieces, render_messages
+from .render import Piece, join_pieces, render_messages
 from .strict_parser import parse_message_from_completion_text
 
 __all__ = ["encode_messages", "parse_message_from_completion_text"]
@@ -65,11 +65,8 @@ def encode_messages(
     if thinking and drop_thinking:
         kept = drop_old_reasoning(conversation)
     context_count = sum(message is not None for message in kept[: len(earlier)])
-    rendered = list(
-        render_messages(
-            [message for message in kept if message is not None], Rendering(thinking, drop_thinking)
-        )
-    )
+    remaining = [message for message in kept if message is not None]
+    rendered = list(render_messages(remaining, thinking, drop_thinking))
     context_pieces = [piece for pieces in rendered[:context_count] for piece in pieces]
     new_pieces = [piece for pieces in rendered[context_count:] for piece in pieces]
     if thinking and new_pieces and context_count == 0:

@@ -70,13 +70,6 @@ class Piece(NamedTuple):
     kind: Literal["markup", "data", "tool_result"] = "markup"
 
 
-class Rendering(NamedTuple):
-    """The settings that the rendering of every message depends on."""
-
-    thinking: bool
-    drop_thinking: bool
-
-
 def join_pieces(pieces: list[Piece], neutralize_data: bool) -> str:
     """The prompt text. With `neutralize_data`, control tokens stand only where markup put them.
 
@@ -95,7 +88,9 @@ def join_pieces(pieces: list[Piece], neutralize_data: bool) -> str:
     return "".join(texts)
 
 
-def render_messages(messages: list[Message], rendering: Rendering) -> Iterator[list[Piece]]:
+def render_messages(
+    messages: list[Message], thinking: bool, drop_thinking: bool
+) -> Iterator[list[Piece]]:
     """One list of pieces per message of the preprocessed conversation. ValueError for a role that
     has no rendering.
     """
@@ -105,13 +100,13 @@ def render_messages(messages: list[Message], rendering: Rendering) -> Iterator[l
         next_role = messages[index + 1].role if index + 1 < len(messages) else None
         after_last_user = index > last_user
         if message.role == "assistant":
-            keeps_thinking = not rendering.drop_thinking or after_last_user
-            with_thinking = rendering.thinking and not previous_has_task and keeps_thinking
+            keeps_thinking = not drop_thinking or after_last_user
+            with_thinking = thinking and not previous_has_task and keeps_thinking
             pieces = _assistant(message, with_thinking)
         else:
             pieces = _other_role(message)
-        opens_thinking = rendering.thinking and (not rendering.drop_thinking or index >= last_user)
-        yield pieces + _transition(message, next_role, rendering.thinking, opens_thinking)
+        opens_thinking = thinking and (not drop_thinking or index >= last_user)
+        yield pieces + _transition(message, next_role, thinking, opens_thinking)
 
 
 def tool_calls_opening(name: str | None = None) -> str:
@@ -189,11 +184,7 @@ def _tool_call(call: ToolCall) -> list[Piece]:
     pieces = [Piece(f'<{DSML}invoke name="'), Piece(call.name, "data"), Piece('">\n')]
     for index, (name, value) in enumerate(call.arguments.items()):
         is_string = isinstance(value, str)
-        text = (
-            value
-            if isinstance(value, str)
-            else to_json(value, f"argument {name!r} of {call.name!r}")
-        )
+        text = value if is_string else to_json(value, f"argument {name!r} of {call.name!r}")
         pieces += [
             Piece(("\n" if index > 0 else "") + f'<{DSML}parameter name="'),
             Piece(name, "data"),
