@@ -5,7 +5,7 @@
 import argparse
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
@@ -16,6 +16,7 @@ from dsv4.sampling import SamplingParams
 FILE_NAME = "generation_config.json"
 # Readers of JSON that know only doubles keep such an integer.
 _SEED_BITS = 53
+_Number = TypeVar("_Number", int, float)
 
 
 def read_generation_config(folder: Path) -> JsonReader:
@@ -37,7 +38,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: JsonReader) -> Samp
         min_p=choose(arguments.min_p, defaults, "min_p", 0.0),
         seed=secrets.randbits(_SEED_BITS) if arguments.seed is None else arguments.seed,
         logprobs=arguments.logprobs,
-        top_k=top_k(arguments.top_k, defaults),
+        top_k=choose(arguments.top_k, defaults, "top_k", 0),
     )
     refuse_what_has_no_effect(arguments, params)
     return params
@@ -81,20 +82,13 @@ def temperature(flag: float | None, defaults: JsonReader) -> float:
     return 0.0 if greedy and flag is None else choose(flag, defaults, "temperature", 1.0)
 
 
-def choose(flag: float | None, defaults: JsonReader, key: str, fallback: float) -> float:
-    """The flag's value, else the file's, else ``fallback``. Raises ``UserError`` that names the
-    file for a value that ``SamplingParams`` refuses.
+def choose(flag: _Number | None, defaults: JsonReader, key: str, fallback: _Number) -> _Number:
+    """The flag's value, else the file's in the type of ``fallback``, else this. Raises
+    ``UserError`` that names the file for a value that ``SamplingParams`` refuses.
     """
     if flag is not None:
         return flag
-    return float(_check(defaults, key)) if key in defaults.values else fallback
-
-
-def top_k(flag: int | None, defaults: JsonReader) -> int:
-    """The flag's value, else the file's, else 0. Raises ``UserError`` as ``choose`` does."""
-    if flag is not None:
-        return flag
-    return int(_check(defaults, "top_k")) if "top_k" in defaults.values else 0
+    return type(fallback)(_check(defaults, key)) if key in defaults.values else fallback
 
 
 def _check(defaults: JsonReader, key: str) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.cli.generation_defaults import choose, temperature, top_k
+from dsv4.cli.generation_defaults import choose, temperature
 from dsv4.cli.prompt import check_unicode, encode_text
 from dsv4.cli.stream import text_of
 from dsv4.errors import UserError, shorten
@@ -45,7 +45,7 @@ def sampling_of(service: Service, fields: CommonFields, logprobs: int | None) ->
         top_p=choose(fields.top_p, defaults, "top_p", 1.0),
         min_p=choose(fields.min_p, defaults, "min_p", 0.0),
         seed=fields.seed,
-        top_k=top_k(asked_top_k, defaults),
+        top_k=choose(asked_top_k, defaults, "top_k", 0),
         logprobs=logprobs,
     )
 
