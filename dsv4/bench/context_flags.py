@@ -9,7 +9,7 @@ import torch
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.checkpoint import Geometry
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import integer, number
+from dsv4.command.flags import flag_name, integer, number
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.limits import MAX_PREFILL_CHUNK
@@ -59,7 +59,7 @@ def settle(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             setattr(options, name, default)
         elif options.plan_only is not None:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise UserError(f"{flag}: found together with --plan-only, which runs nothing")
 
 

@@ -11,7 +11,7 @@ import torch
 from dsv4.bench.decode_modes import DECODE_MODES
 from dsv4.checkpoint import Geometry
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import add_prefill_activations, integer, number
+from dsv4.command.flags import add_prefill_activations, flag_name, integer, number
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -116,7 +116,7 @@ def settle(options: argparse.Namespace) -> None:
     for other in sources.keys() - {source}:
         for name in sources[other]:
             if getattr(options, name) is not None:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_name(name)
                 raise UserError(f"{flag}: found with {source}, expected only with {other}")
     for name, default in sources[source].items():
         if getattr(options, name) is None:

@@ -10,7 +10,7 @@ from dsv4.cli.flags import build_parser
 from dsv4.cli.plan_flags import check_plan_flags
 from dsv4.cli.prompts.flags import check_prompts_flags
 from dsv4.cli.state_flags import check_continuation
-from dsv4.command.flags import given_flags
+from dsv4.command.flags import flag_name, given_flags
 from dsv4.command.output_file import check_output, check_replaced_output, refuse_shared_files
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -80,7 +80,7 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
 
 def refuse_what_has_no_effect(arguments: argparse.Namespace, given: frozenset[str]) -> None:
     """Raises ``UserError`` for a flag that would be ignored beside the others."""
-    flags = {"--" + name.replace("_", "-") for name in given}
+    flags = set(map(flag_name, given))
     ignored = sorted(flags & NOT_IN_A_PLAN)
     if arguments.plan and ignored:
         raise UserError(f"{ignored[0]}: found together with --plan, which answers nothing")
@@ -109,7 +109,7 @@ def _refuse_stdin_for_two(arguments: argparse.Namespace) -> None:
 
 
 def _files(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Path | None]]:
-    files = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
+    files = [(flag_name(name), getattr(arguments, name)) for name in names]
     return [(flag, None if file is None else Path(file)) for flag, file in files]
 
 

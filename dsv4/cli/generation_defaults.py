@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dsv4.command.flags import flag_name
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.json_object import JsonReader, read_json_object
@@ -71,7 +72,7 @@ def refuse_what_has_no_effect(arguments: argparse.Namespace, params: SamplingPar
     for name in ("top_k", "top_p", "min_p", "seed"):
         if params.temperature == 0 and vars(arguments)[name] is not None:
             raise UserError(
-                f"--{name.replace('_', '-')}: found with greedy decoding (by {chosen_by}), "
+                f"{flag_name(name)}: found with greedy decoding (by {chosen_by}), "
                 "expected --temperature above 0"
             )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsv4.cli.draft_flags import drafts_asked_for
 from dsv4.cli.job import Job
+from dsv4.command.flags import flag_name
 from dsv4.command.output_file import check_replaced_output
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
@@ -28,7 +29,7 @@ def check_trace(arguments: argparse.Namespace, config: ModelConfig) -> None:
         raise UserError("--trace: found together with --profile, expected one of them")
     drafts = drafts_asked_for(arguments)
     if drafts and arguments.draft != "off":
-        flag = "--" + next(iter(drafts)).replace("_", "-")
+        flag = flag_name(next(iter(drafts)))
         raise UserError(f"{flag}: found together with --trace, whose steps make no drafts")
     check_replaced_output("--trace", path)
     matching(config, arguments.trace_at or EVERY_VALUE, "--trace-at")

@@ -5,6 +5,8 @@ import sys
 
 import torch
 
+from dsv4.command.flags import flag_name
+
 MAX_MESSAGE = 300
 _CUDA_CORE_ERRORS = "cuda.core._utils.cuda_utils"
 _OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY|can't allocate memory")
@@ -64,8 +66,7 @@ def device_message(error: Exception) -> str | None:
 def _flag(field: re.Match[str]) -> str:
     """``EngineConfig.cuda_graph='split'`` becomes ``--cuda-graph split``."""
     name, value = field.groups()
-    flag = "--" + name.replace("_", "-")
-    return flag if value is None else f"{flag} {value}"
+    return flag_name(name) if value is None else f"{flag_name(name)} {value}"
 
 
 def _first(error: BaseException) -> BaseException:

@@ -68,6 +68,11 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def flag_name(name: str) -> str:
+    """``--top-p`` of the argument ``top_p``."""
+    return "--" + name.replace("_", "-")
+
+
 def add_prefill_activations(parser: argparse._ActionsContainer) -> None:
     """``--prefill-activations``, which every command that loads an engine has."""
     parser.add_argument(

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from dsv4.cli.arguments import refuse_contradictions
+from dsv4.command.flags import flag_name
 from dsv4.errors import UserError, shorten
 
 TEXT = "a string"
@@ -33,8 +34,8 @@ REQUEST = ("messages", "tools", "response_format")
 KEYS = ("id", "prompt", *REQUEST, *SETTINGS)
 _CHAT_ONLY = frozenset(("system", "thinking", "reasoning_effort", "allow_control_tokens"))
 _SAMPLING_ONLY = frozenset(("top_k", "top_p", "min_p", "seed"))
-_FLAGS = "|".join(key.replace("_", "-") for key in KEYS)
-_FLAG = re.compile(rf"--({_FLAGS})(?![\w-])")
+_KEY_OF_FLAG = {flag_name(key): key for key in KEYS}
+_FLAG = re.compile(rf"({'|'.join(_KEY_OF_FLAG)})(?![\w-])")
 
 
 def line_arguments(
@@ -83,7 +84,7 @@ def check_keys(line: dict[str, Any]) -> None:
 def as_flags(key: str, value: object) -> list[str]:
     """The words of a command line that say the same. Raises ``UserError`` for another type."""
     kind = SETTINGS[key]
-    flag = f"--{key.replace('_', '-')}"
+    flag = flag_name(key)
     if kind == SWITCH and isinstance(value, bool):
         return [flag] if value else []
     if kind == NUMBER and isinstance(value, int | float) and not isinstance(value, bool):
@@ -109,4 +110,4 @@ def idle_settings(arguments: argparse.Namespace) -> frozenset[str]:
 def as_keys(message: str) -> str:
     """An error of the command line as one of a line: ``--top-p`` is ``top_p``."""
     message = message.removesuffix(" (see --help)")
-    return _FLAG.sub(lambda flag: flag[1].replace("-", "_"), message)
+    return _FLAG.sub(lambda flag: _KEY_OF_FLAG[flag[0]], message)
