@@ -29,7 +29,7 @@ from dsv4.cli.chat.run import chat
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.job import Job, Outcome, prepare
-from dsv4.cli.load import bars_are_shown, load_engine
+from dsv4.cli.load import bars_are_shown, load_engine, say_plan
 from dsv4.cli.log_lines import log_lines
 from dsv4.cli.plan_flags import gpu_bytes
 from dsv4.cli.prompts.run import answer_prompts
@@ -40,7 +40,7 @@ from dsv4.cli.trace import check_trace, traced
 from dsv4.command.program import EXIT_OK, command, run_program
 from dsv4.command.progress import TOKENS, ProgressBar, StatusLine
 from dsv4.command.signals import stop_code
-from dsv4.command.streams import say, silence_stdout
+from dsv4.command.streams import silence_stdout
 from dsv4.config import layer_kinds
 from dsv4.errors import UserError
 from dsv4.measure.graph_profile import profile_decoder
@@ -106,8 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         report_plan(job, plan())
         return EXIT_OK
-    if arguments.gpus > 1 and not arguments.quiet:
-        say(str(plan()))
+    say_plan(arguments, plan)
     outcome = Outcome()
     exit_code = EXIT_OK
     try:

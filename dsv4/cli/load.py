@@ -1,16 +1,25 @@
-"""Loading the engine with a progress bar for each part of it."""
+"""Loading the engine: its plan where several devices share it, and a progress bar for each part."""
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from dsv4.command.progress import GIGABYTES, KERNELS, ProgressBar
+from dsv4.command.streams import say
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
+from dsv4.plan import MemoryPlan
 
 
 def bars_are_shown(arguments: argparse.Namespace) -> bool:
     """Whether stderr is a terminal whose lines a bar may use."""
     return sys.stderr.isatty() and not (arguments.quiet or arguments.verbose)
+
+
+def say_plan(arguments: argparse.Namespace, plan: Callable[[], MemoryPlan]) -> None:
+    """The memory plan of several devices on stderr, unless ``--quiet``."""
+    if arguments.gpus > 1 and not arguments.quiet:
+        say(str(plan()))
 
 
 def load_engine(arguments: argparse.Namespace, config: EngineConfig) -> Engine:

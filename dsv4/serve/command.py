@@ -15,7 +15,7 @@ from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.generation_defaults import check_defaults
 from dsv4.cli.job import ModelFiles
-from dsv4.cli.load import load_engine
+from dsv4.cli.load import load_engine, say_plan
 from dsv4.cli.log_lines import log_lines
 from dsv4.command.program import EXIT_OK, command, run_program
 from dsv4.command.streams import say
@@ -98,8 +98,7 @@ def serve(arguments: argparse.Namespace) -> int:
         open_socket(arguments.host, arguments.port, key is not None) as bound,
         device_faults(plan),
     ):
-        if arguments.gpus > 1 and not arguments.quiet:
-            say(str(plan()))
+        say_plan(arguments, plan)
         worker = Worker(arguments.queue)
         engine = worker.call(partial(load, arguments, files.config))
         service = build_service(arguments, files, engine, worker)

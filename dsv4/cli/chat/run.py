@@ -15,7 +15,7 @@ from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.generation_defaults import sampling_params
 from dsv4.cli.job import ModelFiles, context_tokens
-from dsv4.cli.load import load_engine
+from dsv4.cli.load import load_engine, say_plan
 from dsv4.cli.prompt import Prompt, PromptTooLong, build_prompt, opening
 from dsv4.cli.state import check_saved
 from dsv4.cli.stream import CONTROL_CHARACTERS
@@ -46,8 +46,7 @@ def chat(arguments: argparse.Namespace) -> int:
     if before is not None:
         check_saved(before.saved, arguments.model, files.config, config)
     plan = partial(Engine.plan, arguments.model, config)
-    if arguments.gpus > 1 and not arguments.quiet:
-        say(str(plan()))
+    say_plan(arguments, plan)
     limit_cpu_threads(files.config)
     with device_faults(plan):
         session = Chat(arguments, files, load_engine(arguments, config), [])

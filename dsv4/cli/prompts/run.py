@@ -14,7 +14,7 @@ from dsv4.cli.arguments import engine_config
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.faults import device_faults
 from dsv4.cli.job import ModelFiles, Outcome, context_tokens, make_job
-from dsv4.cli.load import bars_are_shown, load_engine
+from dsv4.cli.load import bars_are_shown, load_engine, say_plan
 from dsv4.cli.prompt import build_prompt
 from dsv4.cli.prompts.answer_file import AnswerFile, open_answers
 from dsv4.cli.prompts.prompts_file import PromptLine, read_prompts
@@ -101,8 +101,7 @@ def answer_lines(
         return
     config = replace(engine_config(arguments), max_context=context)
     plan = partial(Engine.plan, arguments.model, config)
-    if arguments.gpus > 1 and not arguments.quiet:
-        say(str(plan()))
+    say_plan(arguments, plan)
     shown = bars_are_shown(arguments)
     with device_faults(plan):
         pairs = answered_lines(arguments, files, config, waiting)
