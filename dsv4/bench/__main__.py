@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dsv4.bench.context_flags import add_context_options, measure_context
-from dsv4.bench.engine_flags import add_engine_options, measure_engine, need_cuda
+from dsv4.bench.device import need_cuda
+from dsv4.bench.engine_flags import add_engine_options, measure_engine
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import OneLineParser, integer
+from dsv4.command.flags import OneLineParser, add_parallel, integer
 from dsv4.command.output_file import STDOUT, check_output, refuse_shared_files, write_output
 from dsv4.command.program import command, run_program
 from dsv4.engine_config import EngineConfig
@@ -34,8 +35,7 @@ def build_parser() -> OneLineParser:
     load.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     text = "each of these numbers in turn; first tokens by the first alone"
     load.add_argument("--gpus", type=integer(1, 8), nargs="+", default=[1], help=text)
-    parallel = ("pipeline", "round-robin", "tensor")
-    load.add_argument("--parallel", choices=parallel, default="pipeline")
+    add_parallel(load)
     load.add_argument("--repeats", type=integer(1), default=3)
     warm = "with the files in the page cache alone"
     load.add_argument("--warm-only", action="store_true", help=warm)

@@ -18,6 +18,7 @@ import torch
 
 from dsv4.bench.decode_modes import DecodeMode, DecodeModes
 from dsv4.bench.geometry import placement_record
+from dsv4.bench.random_engine import random_ids
 from dsv4.cli.cpu_threads import limit_cpu_threads
 from dsv4.cli.job import check_model_folder
 from dsv4.config import ModelConfig
@@ -83,10 +84,9 @@ def bench_checkpoint(run: CheckpointRun, write_text: Callable[[str], object]) ->
         started = time.perf_counter()
         engine = _load(run)
         load.append(time.perf_counter() - started)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(engine.config.vocab_size, (run.prompt_tokens,), generator=generator)
+        ids = random_ids(engine, run.prompt_tokens, 0)
         started = time.perf_counter()
-        float(engine.prefill(ids.tolist()).max())
+        float(engine.prefill(ids).max())
         prefill.append(time.perf_counter() - started)
     assert engine is not None
     modes = DecodeModes(engine, run.modes)

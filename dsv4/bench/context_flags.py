@@ -4,12 +4,11 @@ import argparse
 import sys
 from typing import Any, get_args
 
-import torch
-
 from dsv4.bench.decode_modes import DECODE_MODES
+from dsv4.bench.device import need_cuda
 from dsv4.checkpoint import Geometry
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import flag_name, integer, number
+from dsv4.command.flags import add_parallel, flag_name, integer, number
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.limits import MAX_PREFILL_CHUNK
@@ -32,7 +31,7 @@ def add_context_options(context: argparse.ArgumentParser) -> None:
     add("--format", choices=get_args(Layout), default="nvfp4-experts")
     add("--layers", type=integer(1), help="the first N layers (default: all)")
     add("--gpus", type=integer(1, 8), default=1)
-    add("--parallel", choices=("pipeline", "round-robin", "tensor"), default="pipeline")
+    add_parallel(context)
     add("--prefill-chunk", type=integer(1, MAX_PREFILL_CHUNK), help="(default: by the devices)")
     add("--max-context", type=integer(16, MOST_TOKENS))
     add("--prompt", type=integer(1), help="tokens that are really computed")
@@ -89,6 +88,5 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     )
     if options.plan_only is not None:
         return plan_geometry(run, round(options.plan_only * 10**9))
-    if not torch.cuda.is_available():
-        raise UserError("this benchmark needs a CUDA device, found none")
+    need_cuda()
     return bench_context(run, sys.stderr.write)

@@ -6,6 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dsv4.errors import UserError
+
+
+def need_cuda() -> None:
+    """Raises ``UserError`` where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise UserError("this benchmark needs a CUDA device, found none")
+
 
 def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """One CUDA graph of ``calls`` in their order; each has run once before, so that nothing

@@ -9,9 +9,10 @@ from typing import Any, get_args
 import torch
 
 from dsv4.bench.decode_modes import DECODE_MODES
+from dsv4.bench.device import need_cuda
 from dsv4.checkpoint import Geometry
 from dsv4.checkpoint.layouts import Layout
-from dsv4.command.flags import add_prefill_activations, flag_name, integer, number
+from dsv4.command.flags import add_parallel, add_prefill_activations, flag_name, integer, number
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
@@ -42,8 +43,7 @@ def add_engine_options(engine: argparse.ArgumentParser) -> None:
         "--geometry", choices=get_args(Geometry), help="random weights of a published geometry"
     )
     engine.add_argument("--gpus", type=integer(1, 8), default=1)
-    parallel = ("pipeline", "round-robin", "tensor")
-    engine.add_argument("--parallel", choices=parallel, default="pipeline")
+    add_parallel(engine)
     engine.add_argument(
         "--ranks",
         type=int,
@@ -244,9 +244,3 @@ def _measure_checkpoint(options: argparse.Namespace, engine: EngineConfig) -> di
     # Processes of their own come first: later this one holds the devices' memory.
     first_token = bench_first_token(run)
     return bench_checkpoint(run, sys.stderr.write) | first_token
-
-
-def need_cuda() -> None:
-    """Raises ``UserError`` where there is no CUDA device."""
-    if not torch.cuda.is_available():
-        raise UserError("this benchmark needs a CUDA device, found none")

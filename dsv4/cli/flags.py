@@ -11,6 +11,7 @@ from dsv4.cli.prompts.flags import add_answers_flags, add_prompts_flag
 from dsv4.cli.state_flags import add_load_state_flag, add_save_state_flag
 from dsv4.command.flags import OneLineParser, add_prefill_activations, integer, number, path
 from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import PARALLEL
 from dsv4.limits import MAX_LOGPROBS, MAX_PREFILL_CHUNK
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -204,7 +205,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--parallel",
-        choices=("pipeline", "round-robin", "tensor"),
+        choices=PARALLEL,
         default="pipeline",
         help="contiguous layers balanced by bytes, layer l on device l mod N, or a part of every "
         "layer on each of 2, 4 or 8 GPUs (default: pipeline)",
