@@ -65,8 +65,8 @@ def _attention(
     slots = WINDOW + 2 * 8
 
     def make(index: int) -> Callable[[], object]:
-        ring = _random_cache(slots, format)
-        compressed = _random_cache(complete + 1, format) if ratio else None
+        ring = random_cache(slots, format)
+        compressed = random_cache(complete + 1, format) if ratio else None
         positions_T = context + torch.arange(tokens, device="cuda")
         selected_TK = None
         if listed:
@@ -77,7 +77,7 @@ def _attention(
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
         sink_H = torch.randn(heads, device="cuda")
         keys = KeySet(ring, compressed, ratio, WINDOW)
-        frequencies = _inv_freq()
+        frequencies = inv_freq()
         arguments = (q_THD, keys, selected_TK, sink_H, positions_T, frequencies)
         return TimedOp(sparse_attention, *arguments).run
 
@@ -94,7 +94,7 @@ def _query_rope(model: str, tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
         positions_T = 8192 + torch.arange(tokens, device="cuda")
-        frequencies = _inv_freq()
+        frequencies = inv_freq()
         rows = DECODE_ROWS_PER_BLOCK if tokens <= MAX_DECODE_TOKENS else None
         return TimedOp(query_rope, q_THD, positions_T, frequencies, EPS, rows).run
 
@@ -106,10 +106,10 @@ def _query_rope(model: str, tokens: int) -> OpCase:
 
 def _kv_write(tokens: int) -> OpCase:
     def make(index: int) -> Callable[[], object]:
-        ring = _random_cache(WINDOW + tokens + 8, RowFormat.KV_FP8)
+        ring = random_cache(WINDOW + tokens + 8, RowFormat.KV_FP8)
         kv_TD = torch.randn(tokens, WIDTH, dtype=torch.bfloat16, device="cuda")
         norm_weight = torch.ones(WIDTH, device="cuda")
-        frequencies = _inv_freq()
+        frequencies = inv_freq()
         positions_T = 8192 + torch.arange(tokens, device="cuda")
         form = kv_write_decode if tokens <= MAX_DECODE_TOKENS else kv_write_prefill
         arguments = (kv_TD, norm_weight, positions_T, frequencies, ring, EPS)
@@ -119,7 +119,8 @@ def _kv_write(tokens: int) -> OpCase:
     return OpCase("kv_write", f"T={tokens}, fp8", make, nbytes, 8 * tokens * WIDTH, nbytes)
 
 
-def _random_cache(slots: int, format: RowFormat) -> RowCache:
+def random_cache(slots: int, format: RowFormat) -> RowCache:
+    """Random rows in every slot, on the current device."""
     cache = RowCache.allocate(
         slots, WIDTH, ROPE_WIDTH, format, torch.bfloat16, torch.device("cuda")
     )
@@ -127,5 +128,6 @@ def _random_cache(slots: int, format: RowFormat) -> RowCache:
     return cache
 
 
-def _inv_freq() -> torch.Tensor:
+def inv_freq() -> torch.Tensor:
+    """The frequencies of the layers with compressed entries."""
     return 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)

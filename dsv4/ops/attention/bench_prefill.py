@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsv4.caches.layer import KeySet
-from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.caches.rows import RowFormat
+from dsv4.ops.attention.bench import ROW_BYTES, WIDTH, WINDOW, inv_freq, random_cache
 from dsv4.ops.attention.prefill import sparse_attention, sparse_attention_portable
 from dsv4.ops.immediate import TimedOp
 from dsv4.ops.op_case import OpCase
 
-WIDTH = 512
-ROPE_WIDTH = 64
-WINDOW = 128
 # Of the models, and of their ranks.
 HEADS = {"Flash": 64, "Pro": 128, "Flash of 2": 32, "Pro of 8": 16}
 LISTED = {"Flash": 512, "Pro": 1024, "Flash of 2": 512, "Pro of 8": 1024}
@@ -44,12 +42,11 @@ def _case(
         WINDOW + (listed or ((start + t + 1) // ratio if ratio else 0)) for t in range(tokens)
     )
     activations = 2 * tokens * heads * WIDTH * 2
-    row_bytes = WIDTH + ROPE_WIDTH + 8
-    cache = (tokens + WINDOW + entries) * row_bytes + 8 * tokens * listed
+    cache = (tokens + WINDOW + entries) * ROW_BYTES[RowFormat.KV_FP8] + 8 * tokens * listed
 
     def make(index: int) -> Callable[[], object]:
-        ring = _random_cache(ring_slots)
-        compressed = _random_cache(entries) if ratio else None
+        ring = random_cache(ring_slots, RowFormat.KV_FP8)
+        compressed = random_cache(entries, RowFormat.KV_FP8) if ratio else None
         positions_T = start + torch.arange(tokens, device="cuda")
         selected_TK = None
         if listed:
@@ -59,10 +56,9 @@ def _case(
             selected_TK = rows.sort(dim=1).values
         q_THD = torch.randn(tokens, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
         sink_H = torch.randn(heads, device="cuda")
-        inv_freq = 160000.0 ** (-torch.arange(0, ROPE_WIDTH, 2, device="cuda") / ROPE_WIDTH)
         keys = KeySet(ring, compressed, ratio, WINDOW)
         op = sparse_attention_portable if portable else sparse_attention
-        arguments = (q_THD, keys, selected_TK, sink_H, positions_T, inv_freq)
+        arguments = (q_THD, keys, selected_TK, sink_H, positions_T, inv_freq())
         return TimedOp(op, *arguments).run
 
     name = f"{model} {kind}, {tokens} tokens at {start}{', mma.sync' if portable else ''}"
@@ -74,11 +70,3 @@ def _case(
         4 * WIDTH * heads * seen,
         activations + cache,
     )
-
-
-def _random_cache(slots: int) -> RowCache:
-    cache = RowCache.allocate(
-        slots, WIDTH, ROPE_WIDTH, RowFormat.KV_FP8, torch.bfloat16, torch.device("cuda")
-    )
-    cache.write(torch.arange(slots, device="cuda"), torch.randn(slots, WIDTH, device="cuda"))
-    return cache
