@@ -21,8 +21,8 @@ from dsv4.checkpoint.synthetic import (
     synthetic_rank_weights,
     synthetic_weights,
     write_synthetic,
-    write_weights,
 )
+from dsv4.checkpoint.weights_folder import write_weights
 
 __all__ = [
     "Checkpoint",

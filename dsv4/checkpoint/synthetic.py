@@ -13,17 +13,11 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from dsv4.checkpoint.layouts import Layout, check_layout, declare, format_in
+from dsv4.checkpoint.layouts import Layout, check_layout, format_in
 from dsv4.checkpoint.load import Weights
 from dsv4.checkpoint.names import Dialect
-from dsv4.checkpoint.outputs import output_tensors
-from dsv4.checkpoint.writer import (
-    DEFAULT_SHARD_BYTES,
-    WRITERS,
-    new_folder,
-    write_json,
-    write_shards,
-)
+from dsv4.checkpoint.weights_folder import write_weights
+from dsv4.checkpoint.writer import DEFAULT_SHARD_BYTES
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.parallel.sharding import check_divisible, local_parameters
@@ -133,53 +127,6 @@ def write_synthetic(
     write_weights(
         folder, raw_config, layout, weights, names=names, mtp=mtp, shard_bytes=shard_bytes
     )
-
-
-def write_weights(
-    folder: str | Path,
-    raw_config: dict[str, Any],
-    layout: Layout,
-    weights: Weights,
-    *,
-    names: Dialect = Dialect.NATIVE,
-    mtp: MtpKind | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> None:
-    """Writes a checkpoint folder of ``weights``, which are in the formats of ``layout``.
-
-    Raises ``UserError`` for an invalid config or an existing folder.
-    """
-    config = ModelConfig.from_dict(raw_config)
-    declared, separate = declare(raw_config, layout, names, config.num_hidden_layers)
-    with new_folder(Path(folder)) as temporary:
-        write_json(temporary / "config.json", declared)
-        if separate is not None:
-            write_json(temporary / "hf_quant_config.json", separate)
-        tensors = output_tensors(layout, names, parameters(config, mtp), InMemory(weights))
-        write_shards(temporary, tensors, shard_bytes, writers=WRITERS)
-
-
-class InMemory:
-    """``WeightSource`` of weights that are already in the formats of the layout."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def matrix(self, parameter: Parameter, expert: int | None) -> QuantTensor:
-        weight = self._weights[parameter.name]
-        assert isinstance(weight, QuantTensor)
-        return weight if expert is None else weight[expert]
-
-    def plain(self, parameter: Parameter) -> Tensor:
-        weight = self._weights[parameter.name]
-        assert isinstance(weight, Tensor)
-        return weight
-
-    def input_scale(self, parameter: Parameter, expert: int | None) -> Tensor | None:
-        return torch.tensor(1.0, dtype=torch.float32)
-
-    def fp8_scale_dtype(self, parameter: Parameter) -> torch.dtype:
-        return torch.float8_e8m0fnu
 
 
 def _random_plain(

@@ -14,8 +14,8 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.caches.draft import DraftState
 from dsv4.caches.rows import RowFormat
 from dsv4.checkpoint import synthetic_weights, tiny_config, write_synthetic
-from dsv4.checkpoint.draft_folder import write_draft
 from dsv4.checkpoint.state_file import StateKey
+from dsv4.checkpoint.weights_folder import write_draft
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP

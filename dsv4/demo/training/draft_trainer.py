@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint import Weights, open_checkpoint
-from dsv4.checkpoint.draft_folder import write_draft
 from dsv4.checkpoint.layouts import format_in
 from dsv4.checkpoint.load import load_found
 from dsv4.checkpoint.names import Dialect, to_native
 from dsv4.checkpoint.stored_parameters import find_draft
+from dsv4.checkpoint.weights_folder import write_draft
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.demo.training import fast_forward, weights
