@@ -131,8 +131,8 @@ class QuantizedRows:
 def quantize_rows(
     x: Tensor, format: ActivationFormat, global_scale: float | None = None
 ) -> QuantizedRows:
-    """Float rows x ``[T, K]`` in ``format``: ``quantize_fp8`` or ``quantize_nvfp4``; only the
-    latter takes ``global_scale``.
+    """Float rows x ``[T, K]`` in ``format``: ``quantize_fp8``, which has no ``global_scale``, or
+    ``quantize_nvfp4``.
     """
     if format is ActivationFormat.FP8:
         return quantize_fp8(x)

@@ -65,6 +65,5 @@ def multiplied(x: Tensor, weight: Weight, tokens: int, global_scale: float | Non
     format = weight.activations
     columns = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, format.padded_columns(columns) - columns))
-    own_scale = format is ActivationFormat.FP8
-    rows = quantize_rows(padded.flatten(1), format, None if own_scale else global_scale)
+    rows = quantize_rows(padded.flatten(1), format, global_scale)
     return rows.dequantize().view(padded.shape)[..., :columns]
