@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.ops.exchange.words import WordSum, incoming, outgoing
+from dsv4.ops.exchange.words import WordSum, incoming, outgoing, peers_of
 from dsv4.ops.linear.decode import linear, linear_words
 from dsv4.peers import LOGITS_EXCHANGE
 from dsv4.weights.quant import Weight
@@ -42,9 +42,7 @@ def gather_logits(recording: Recording, logits_TV: Tensor | WordSum) -> Tensor:
     """``dsv4.ops.exchange.gather_logits``."""
     if isinstance(logits_TV, Tensor):
         return logits_TV
-    peers = recording.peers
-    assert peers is not None, "words come from ranks"
-    vocabulary = peers.layout.vocabulary
+    vocabulary = peers_of(recording).layout.vocabulary
     gathered_TV = recording.empty((logits_TV.tokens, vocabulary), torch.float32)
     words = incoming(recording, logits_TV)
     kernel = Kernel("exchange/exchange", "gather_logits", words.defines)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.ops.exchange.words import WordSum, incoming, outgoing
+from dsv4.ops.exchange.words import WordSum, incoming, outgoing, peers_of
 
 _THREADS = 256
 
@@ -15,13 +15,12 @@ def push_known(recording: Recording, tokens: int, width: int) -> WordSum:
     """This rank's part ``[tokens, width]`` of the next sum over the ranks; ``width`` is even."""
     words = WordSum(recording.next_exchange(), tokens, width)
     pushed = outgoing(recording, words)
-    assert recording.peers is not None, "words go between ranks"
     count = tokens * width
     kernel = Kernel("exchange/known_words", "push_known", pushed.defines)
     recording.launch(
         Shape(kernel, ceil_div(count, _THREADS), _THREADS),
         **pushed.arguments,
-        rank=recording.peers.rank,
+        rank=peers_of(recording).rank,
         count=count,
     )
     return words

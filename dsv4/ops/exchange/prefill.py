@@ -14,7 +14,8 @@ from torch import Tensor
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare
+from dsv4.ops.exchange.words import peers_of
 from dsv4.ops.linear.aligned import without_gaps
 from dsv4.peers import SLOTS
 from dsv4.weights.quant import Weight

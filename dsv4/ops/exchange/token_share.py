@@ -11,7 +11,6 @@ from torch import Tensor
 from dsv4.launch.constants import TOKEN_TILE
 from dsv4.launch.kernel import Defines, ceil_div
 from dsv4.launch.recording import Recording
-from dsv4.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,3 @@ def send_rows(recording: Recording, rows: Tensor, memory: Tensor) -> None:
     """
     recording.place(rows, memory)
     recording.meet()
-
-
-def peers_of(recording: Recording) -> Peers:
-    """The ranks of a step that they share."""
-    assert recording.peers is not None, "a lone rank shares nothing"
-    return recording.peers

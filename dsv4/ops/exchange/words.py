@@ -40,9 +40,15 @@ NOT_SENT = Words((), {"peers": None, "slot": 0, "exchange": 0})
 NOT_RECEIVED = Words((), {**NOT_SENT.arguments, "rank_words": 0})
 
 
+def peers_of(recording: Recording) -> Peers:
+    """The ranks of a step that they share."""
+    assert recording.peers is not None, "a lone rank exchanges nothing"
+    return recording.peers
+
+
 def outgoing(recording: Recording, words: WordSum) -> Words:
     """For the kernel that pushes this rank's part, which is recorded next."""
-    return _pushed(recording, words.exchange, _peers(recording).layout.slot(words.exchange))
+    return _pushed(recording, words.exchange, peers_of(recording).layout.slot(words.exchange))
 
 
 def outgoing_rows(recording: Recording) -> tuple[Words, int]:
@@ -50,28 +56,28 @@ def outgoing_rows(recording: Recording) -> tuple[Words, int]:
     and the number of the words: that of the next sum, in a slot of their own.
     """
     number = recording.exchanges
-    return _pushed(recording, number, _peers(recording).layout.rows_slot), number
+    return _pushed(recording, number, peers_of(recording).layout.rows_slot), number
 
 
 def incoming(recording: Recording, words: WordSum) -> Words:
     """For the kernel that polls the parts of all ranks, which is recorded next."""
-    return _polled(recording, words.exchange, _peers(recording).layout.slot(words.exchange))
+    return _polled(recording, words.exchange, peers_of(recording).layout.slot(words.exchange))
 
 
 def incoming_rows(recording: Recording, number: int) -> Words:
     """For the kernel that polls the shares of all ranks, which is recorded next."""
-    return _polled(recording, number, _peers(recording).layout.rows_slot)
+    return _polled(recording, number, peers_of(recording).layout.rows_slot)
 
 
 def _pushed(recording: Recording, number: int, slot: int) -> Words:
     recording.send()
-    peers = _peers(recording)
+    peers = peers_of(recording)
     return _words(peers, number, slot + peers.rank * peers.layout.rank_words)
 
 
 def _polled(recording: Recording, number: int, slot: int) -> Words:
     recording.receive()
-    peers = _peers(recording)
+    peers = peers_of(recording)
     found = _words(peers, number, slot)
     return Words(found.defines, {**found.arguments, "rank_words": peers.layout.rank_words})
 
@@ -81,8 +87,3 @@ def _words(peers: Peers, number: int, slot: int) -> Words:
     stamps = peers.stamps_X2
     stamped = () if stamps is None else (("STAMPS", stamps.shape[0]),)
     return Words((("RANKS", peers.ranks), *stamped), arguments)
-
-
-def _peers(recording: Recording) -> Peers:
-    assert recording.peers is not None, "words go between ranks"
-    return recording.peers

@@ -18,8 +18,8 @@ from dsv4.launch.buffers import is_aligned
 from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.prefill import PartialSum, sum_of
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, send_rows
-from dsv4.ops.exchange.words import WordSum
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, send_rows
+from dsv4.ops.exchange.words import WordSum, peers_of
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 from dsv4.ops.hyper_connection.left_comb import leave_comb
 from dsv4.ops.hyper_connection.seam import (

@@ -11,7 +11,8 @@ from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.ops.exchange.token_share import WHOLE, TokenShare, peers_of, send_rows, share_of
+from dsv4.ops.exchange.token_share import WHOLE, TokenShare, send_rows, share_of
+from dsv4.ops.exchange.words import peers_of
 from dsv4.ops.indexer.selection import checked_selection, record_selection
 from dsv4.ops.indexer.selection_shapes import SelectionShapes
 
