@@ -200,29 +200,28 @@ def packed_shapes(format: QuantFormat, shape: tuple[int, ...]) -> dict[str, tupl
 
 def planned_quant_tensor(format: QuantFormat, shape: tuple[int, ...]) -> QuantTensor:
     """A weight without values, on torch's meta device: for plans that need shapes only."""
-    dtypes = {
-        "data": DATA_DTYPE[format],
-        "block_scale": _SCALE_DTYPES.get(format, (torch.uint8,))[0],
-        "global_scale": torch.float32,
-    }
-    parts = {
-        name: None if part is None else torch.empty(part, dtype=dtypes[name], device="meta")
+    data, block, total = (
+        None if part is None else torch.empty(part, dtype=_part_dtype(format, name), device="meta")
         for name, part in packed_shapes(format, shape).items()
-    }
-    return QuantTensor(parts["data"], parts["block_scale"], parts["global_scale"], format, shape)  # pyright: ignore[reportArgumentType]
+    )
+    assert data is not None
+    return QuantTensor(data, block, total, format, shape)
 
 
 def packed_bytes(format: QuantFormat, shape: tuple[int, ...]) -> int:
     """Bytes of a stored matrix: codes and scales, with 1-byte block scales."""
-    sizes = {
-        name: math.prod(part)
+    return sum(
+        math.prod(part) * _part_dtype(format, name).itemsize
         for name, part in packed_shapes(format, shape).items()
         if part is not None
-    }
-    sizes["data"] *= DATA_DTYPE[format].itemsize
-    if "global_scale" in sizes:
-        sizes["global_scale"] *= 4
-    return sum(sizes.values())
+    )
+
+
+def _part_dtype(format: QuantFormat, name: str) -> torch.dtype:
+    """That of a part which the format has; of several that of 1 byte."""
+    if name == "data":
+        return DATA_DTYPE[format]
+    return torch.float32 if name == "global_scale" else _SCALE_DTYPES[format][0]
 
 
 def _check_part(
