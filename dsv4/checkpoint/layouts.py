@@ -28,14 +28,14 @@ _KEPT_IN_16_BIT = {
         "*.weights_proj",
     ],
     Dialect.HF: [
-        *(
-            "model.embed_tokens",
-            "lm_head",
-            "*.mlp.gate",
-            "*.compressor.kv_proj",
-            "*.compressor.gate_proj",
-        ),
-        *("*.indexer.kv_proj", "*.indexer.gate_proj", "*.weights_proj"),
+        "model.embed_tokens",
+        "lm_head",
+        "*.mlp.gate",
+        "*.compressor.kv_proj",
+        "*.compressor.gate_proj",
+        "*.indexer.kv_proj",
+        "*.indexer.gate_proj",
+        "*.weights_proj",
     ],
 }
 _NOT_NVFP4 = {
@@ -62,11 +62,8 @@ def format_in(layout: Layout, parameter: Parameter) -> QuantFormat | None:
         return QuantFormat.F32 if layout == "f32" else QuantFormat.BF16
     linear, expert = _MATRIX_FORMATS[layout]
     if parameter.role is Role.EXPERT:
-        return (
-            QuantFormat.MXFP4
-            if layout == "nvfp4-experts" and parameter.name.startswith("mtp.")
-            else expert
-        )
+        stays = layout == "nvfp4-experts" and parameter.name.startswith("mtp.")
+        return QuantFormat.MXFP4 if stays else expert
     return linear if parameter.role is Role.LINEAR else None
 
 
@@ -86,10 +83,9 @@ def declare(
         return config, None
     if layout == "nvfp4-all":
         declared = _modelopt("NVFP4", "dsv4-nvfp4-all", _KEPT_IN_16_BIT[names])
-        return {
-            **config,
-            "quantization_config": {"quant_method": "modelopt", **declared},
-        }, _separate(declared)
+        config["quantization_config"] = {"quant_method": "modelopt", **declared}
+        return config, _separate(declared)
+    config["expert_dtype"] = "fp4"
     fp8 = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -98,7 +94,8 @@ def declare(
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
     }
     if layout == "native":
-        return {**config, "expert_dtype": "fp4", "quantization_config": fp8}, None
+        config["quantization_config"] = fp8
+        return config, None
     prefix, suffix = (
         ("model.layers", "mlp.experts") if names is Dialect.HF else ("layers", "ffn.experts")
     )
@@ -108,9 +105,8 @@ def declare(
     declared["quantized_layers"] = {
         name: {"quant_algo": "NVFP4", "group_size": 16} for name in modules
     }
-    return {**config, "expert_dtype": "fp4", "quantization_config": {**fp8, **declared}}, _separate(
-        declared
-    )
+    config["quantization_config"] = {**fp8, **declared}
+    return config, _separate(declared)
 
 
 def _modelopt(algorithm: str, version: str, ignore: list[str]) -> dict[str, Any]:
