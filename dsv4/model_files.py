@@ -6,8 +6,12 @@ from pathlib import Path
 from dsv4.errors import UserError, shorten
 
 _SMALL = (
-    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json"),
-    *("tokenizer_config.json", "model.safetensors.index.json"),
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
 )
 
 

@@ -34,7 +34,14 @@ TASK_TOKENS = {
 
 # What the encoder writes as control tokens; a tool result is marked by ordinary text.
 WRITTEN_TOKENS = (
-    *(BOS, EOS, USER, ASSISTANT, LATEST_REMINDER, THINK_OPEN, THINK_CLOSE, DSML),
+    BOS,
+    EOS,
+    USER,
+    ASSISTANT,
+    LATEST_REMINDER,
+    THINK_OPEN,
+    THINK_CLOSE,
+    DSML,
     *TASK_TOKENS.values(),
 )
 

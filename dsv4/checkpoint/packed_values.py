@@ -28,8 +28,19 @@ from dsv4.weights.quant import QuantFormat, QuantTensor
 _CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(PackedWeight, PackedWithNative, NativeWeight, NativeGateUp, QuantTensor, EmulatedWeight),
-        *(ExpertWeights, NativeExperts, RowList, PackedRows, FormatRows, ListLaunch, ProductShape),
+        PackedWeight,
+        PackedWithNative,
+        NativeWeight,
+        NativeGateUp,
+        QuantTensor,
+        EmulatedWeight,
+        ExpertWeights,
+        NativeExperts,
+        RowList,
+        PackedRows,
+        FormatRows,
+        ListLaunch,
+        ProductShape,
     )
 }
 _ENUMS: dict[str, Any] = {kind.__name__: kind for kind in (QuantFormat, ActivationFormat)}
