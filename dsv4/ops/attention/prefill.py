@@ -135,7 +135,7 @@ def _by_matrix_products(recording: Recording, inputs: AttentionInputs, form: _Fo
     _, heads, width = inputs.q_THD.shape
     kernel = form.kernel(keys.ring)
     groups = ceil_div(heads, form.heads)
-    most = form.blocks and form.blocks * recording.target.multiprocessors
+    most = None if form.blocks is None else form.blocks * recording.target.multiprocessors
     shape = by_tokens(_products_shape, kernel, groups, most, form.threads, form.shared_bytes(width))
     out_THD = recording.empty_like(inputs.q_THD)
     recording.launch(

@@ -144,9 +144,8 @@ class SelectionShapes:
 
     def decode_top_k(self, tokens: int) -> Shape:
         """A cluster for each token that may see many entries."""
-        if self.slots > _SPREAD:
-            return _top_k(tokens, _CLUSTER, _DECODE_BLOCK, WHOLE)
-        return _top_k(tokens, 1, _DECODE_BLOCK, WHOLE)
+        cluster = _CLUSTER if self.slots > _SPREAD else 1
+        return _top_k(tokens, cluster, _DECODE_BLOCK, WHOLE)
 
     def prefill_top_k(self, tokens: int) -> Shape:
         """A small block for each token."""

@@ -126,7 +126,7 @@ class Product:
         """Those of ``decode_linear`` that describe the product."""
         first = self.parts[0]
         second = self.parts[1] if len(self.parts) > 1 else None
-        first_tile0, first_tile1 = (*(self.share.first_tiles if self.share else ()), 0, 0)[:2]
+        first_tiles = (*self.share.first_tiles, 0) if self.share else (0, 0)
         return {
             "columns": self.shape.columns,
             "slice_columns": plan.slice_columns,
@@ -145,8 +145,8 @@ class Product:
             "matrices": 1 if self.table is None else self.table.shape[0],
             "rows": self.rows,
             "float32_out": int(self.float32_out),
-            "first_tile0": first_tile0,
-            "first_tile1": first_tile1,
+            "first_tile0": first_tiles[0],
+            "first_tile1": first_tiles[1],
             "listed_tiles": first.tiles,
         }
 

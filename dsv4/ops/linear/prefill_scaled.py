@@ -6,7 +6,6 @@ A weight without native copy, and a product that the kernel does not take, is re
 product is recorded.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,7 @@ from dsv4.ops.linear.cutedsl.scaled_config import (
     ScaledProblem,
     scaled_config,
 )
-from dsv4.ops.linear.prefill_cutedsl import INSTALLED
+from dsv4.ops.linear.prefill_cutedsl import INSTALLED, Gemm
 from dsv4.ops.linear.prefill_products import normalised
 from dsv4.ops.linear.row_list import packed_rows
 from dsv4.ops.quantize_activations import ActivationFormat
@@ -34,7 +33,6 @@ from dsv4.weights.packed import PackedWeight
 from dsv4.weights.packed_native import PackedWithNative
 from dsv4.weights.quant import QuantFormat, Weight
 
-Gemm = Callable[..., object]
 # Tensors of ``ScaledGemm`` in the order of its parameters.
 _OPERANDS = (
     "rows",

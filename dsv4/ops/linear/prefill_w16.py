@@ -5,7 +5,7 @@ What ``gemm_config`` rejects is recorded as ``dsv4.ops.linear.prefill`` does, an
 products of fewer tokens than ``DENSE_TOKENS`` in the recordings of longer ones.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,11 @@ from dsv4.ops.linear.cutedsl.gemm_config import (
     w16_configs,
 )
 from dsv4.ops.linear.prefill import linear_batches
-from dsv4.ops.linear.prefill_cutedsl import INSTALLED
+from dsv4.ops.linear.prefill_cutedsl import INSTALLED, Gemm
 from dsv4.ops.linear.prefill_long import linear_batches_long, one_group
 from dsv4.ops.linear.prefill_products import PrefillProducts
 from dsv4.weights.packed import PackedWeight
 from dsv4.weights.quant import QuantFormat
-
-Gemm = Callable[..., object]
 
 
 @dataclass(frozen=True)
