@@ -80,7 +80,8 @@ def _with_history(
     """Prepends the ring's last ``history_tokens`` tokens; positions before the sequence start: kv
     0, score −∞.
     """
-    past = start - history_tokens(ratio) + _count(history_tokens(ratio), start)
+    history = history_tokens(ratio)
+    past = start - history + _count(history, start)
     slots = past % ring.kv.shape[0]
     seen = (past >= 0)[:, None]
     # A slot of an earlier sequence may hold anything, and a weight of 0 times NaN or infinity would
@@ -94,7 +95,7 @@ def _pool(
     kv: Tensor, score: Tensor, windows: Tensor, start: Tensor, weights: CompressorWeights
 ) -> Tensor:
     ratio = weights.ratio
-    history = history_tokens(weights.ratio)
+    history = history_tokens(ratio)
     last = (windows + 1) * ratio - 1 - start + history
     tokens = last[:, None] - history + 1 + _count(history, last)
     tokens = tokens.clamp(max=kv.shape[0] - 1)

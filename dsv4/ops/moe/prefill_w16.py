@@ -137,7 +137,7 @@ class _SortedGateUp:
         gemm(
             one_group(x_TE[:tokens]),
             *weights,
-            tiles[: Cut(self.product.rows_per_token, self.experts).tiling(tokens).most],
+            tiles[: Cut(per_token, self.experts).tiling(tokens).most],
             tile_count,
             slots[:pairs],
             weights_TP[:tokens].flatten(),
@@ -159,16 +159,17 @@ class _Down:
         gemm = self.product.gemm(tokens)
         assert gemm is not None
         *weight, tiles, tile_count, slots, products = operands
-        pairs = tokens * self.product.rows_per_token
+        per_token = self.product.rows_per_token
+        pairs = tokens * per_token
         gemm(
             one_group(hidden[:pairs]),
             *weight,
             *weight,
-            tiles[: Cut(self.product.rows_per_token, self.experts).tiling(tokens).most],
+            tiles[: Cut(per_token, self.experts).tiling(tokens).most],
             tile_count,
             slots[:pairs],
             weight[0],
             products[:pairs].unsqueeze(1),
             0.0,
-            self.product.rows_per_token,
+            per_token,
         )

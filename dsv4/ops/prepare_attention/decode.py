@@ -75,21 +75,21 @@ def prepare_attention(
 
 
 def _in_parts(recording: Recording, step: _Step) -> Queries:
-    (q_TND, index_TID) = step.queries
+    q_THD, index_TID = step.queries
     norm = step.norm
     positions_T = step.positions_T
     rows = DECODE_ROWS_PER_BLOCK
-    q_THD = query_rope(recording, q_TND, positions_T, norm.inv_freq, norm.eps, rows)
+    rotated_THD = query_rope(recording, q_THD, positions_T, norm.inv_freq, norm.eps, rows)
     kv_write(recording, *step.key_rows)
     for part in step.compressions:
         compress(recording, part.kv_TW, part.score_TW, positions_T, part.weights, part.state)
     if index_TID is None:
-        return Queries(q_THD, None)
-    return Queries(q_THD, index_query(recording, index_TID, positions_T, norm.inv_freq))
+        return Queries(rotated_THD, None)
+    return Queries(rotated_THD, index_query(recording, index_TID, positions_T, norm.inv_freq))
 
 
 def _one_launch(recording: Recording, step: _Step) -> Queries:
-    (q_THD, index_TID) = step.queries
+    q_THD, index_TID = step.queries
     norm = step.norm
     ring = step.ring
     tokens, heads, _ = q_THD.shape
@@ -196,7 +196,7 @@ def _defines(step: _Step) -> Defines:
 
 def _is_usual(step: _Step) -> bool:
     """Whether the kernel knows this geometry: rows in vectors, all in the layer's formats."""
-    (q_THD, index_TID) = step.queries
+    q_THD, index_TID = step.queries
     compressions = step.compressions
     if not in_vectors(q_THD, 2 * step.norm.inv_freq.shape[0]) or not step.key_rows.in_vectors:
         return False
@@ -235,7 +235,7 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _check(step: _Step) -> None:
-    (q_THD, index_TID) = step.queries
+    q_THD, index_TID = step.queries
     positions_T = step.positions_T
     if q_THD.shape[0] > MAX_DECODE_TOKENS:
         found = f"{q_THD.shape[0]} tokens"

@@ -63,7 +63,7 @@ def _apply_yarn(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:
     beta_slow times.
     """
     pairs = inv_freq.shape[0]
-    width = 2 * inv_freq.shape[0]
+    width = 2 * pairs
 
     def correction(rotations: float) -> float:
         return (
