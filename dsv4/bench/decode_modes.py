@@ -102,7 +102,7 @@ def against_floor(
     }
 
 
-def fill_caches(state: DecodeState, seed: int = 0) -> None:
+def fill_caches(state: DecodeState) -> None:
     """Random rows of standard deviation 1 in every slot of every cache, quantised as the cache's
     own writes are.
 
@@ -110,7 +110,7 @@ def fill_caches(state: DecodeState, seed: int = 0) -> None:
     which takes its time by the distribution of the scores. The compressors' rings keep what they
     hold.
     """
-    generators = {device: torch.Generator(device).manual_seed(seed) for device in state.devices}
+    generators = {device: torch.Generator(device).manual_seed(0) for device in state.devices}
     for layer in state.layers:
         caches = [
             layer.keys.ring,

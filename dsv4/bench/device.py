@@ -8,6 +8,9 @@ import torch
 
 from dsv4.errors import UserError
 
+# Replays in front of those that count.
+_WARM_UP = 3
+
 
 def need_cuda() -> None:
     """Raises ``UserError`` where there is no CUDA device."""
@@ -29,11 +32,11 @@ def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_microseconds(graph: torch.cuda.CUDAGraph, repeats: int, warm_up: int = 3) -> list[float]:
+def replay_microseconds(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
     """µs of each of ``repeats`` replays, by events; the host runs ahead, so that no launch waits
     for it.
     """
-    for _ in range(warm_up):
+    for _ in range(_WARM_UP):
         graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()

@@ -11,6 +11,7 @@ _TOP = 64
 _BOTTOM = 60
 _LEGEND = 333
 _AXIS = 50
+_MOST_STEPS = 6
 _COLORS = {
     "eager": "#bbb",
     "split": "#7ab",
@@ -116,10 +117,10 @@ def svg(title: str, width: int, parts: Sequence[str]) -> str:
     )
 
 
-def ticks(top: float, most: int = 6) -> list[float]:
-    """Round values from 0 to ``top`` in equal steps of 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(top / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if top / (power * factor) <= most)
+def ticks(top: float) -> list[float]:
+    """Round values from 0 to ``top`` in a few equal steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(top / _MOST_STEPS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if top / (power * factor) <= _MOST_STEPS)
     return [round(index * step, 10) for index in range(int(top / step) + 1)]
 
 
