@@ -108,7 +108,7 @@ class ChatPrinter:
         out: TextIO,
         thinking_mode: str,
         tools: list[dict] | None,
-        status: StatusLine | None = None,
+        status: StatusLine,
     ) -> None:
         self._plain = PlainPrinter(out)
         self._status = status
@@ -122,7 +122,7 @@ class ChatPrinter:
         """Shows what ``text`` makes certain; half a marker is held back."""
         for event in self._parser.feed(text):
             self._show(event)
-        if self._call is not None and self._status is not None:
+        if self._call is not None:
             self._call_characters += len(text)
             self._status.show(f"calling {self._call}: {self._call_characters:,} characters")
 
@@ -163,8 +163,7 @@ class ChatPrinter:
     def _end_call(self) -> None:
         self._call = None
         self._call_characters = 0
-        if self._status is not None:
-            self._status.erase()
+        self._status.erase()
 
     def _set_thinking(self, thinking: bool) -> None:
         if thinking == self._in_thinking:
@@ -181,7 +180,7 @@ def make_printer(
     out: TextIO,
     thinking_mode: str | None,
     tools: list[dict] | None,
-    status: StatusLine | None = None,
+    status: StatusLine,
 ) -> PlainPrinter | ChatPrinter:
     """The printer for chat completions, or for plain text (``thinking_mode`` None)."""
     if thinking_mode is None:

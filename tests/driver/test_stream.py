@@ -27,6 +27,9 @@ CALL = (
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 )
 
+# Nobody looks at this one.
+QUIET = StatusLine(io.StringIO(), False)
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -39,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 
 def shown(out: io.StringIO, mode: str, text: str, stopped: bool = True, pieces: int = 1) -> str:
-    printer = ChatPrinter(out, mode, None)
+    printer = ChatPrinter(out, mode, None, QUIET)
     for start in range(0, len(text), pieces):
         printer.feed(text[start : start + pieces])
     printer.finish(stopped)
@@ -129,7 +132,7 @@ def test_pieces_show_the_same_as_the_whole(pieces: int) -> None:
 
 def test_half_a_marker_is_held_back() -> None:
     out = io.StringIO()
-    printer = ChatPrinter(out, "thinking", None)
+    printer = ChatPrinter(out, "thinking", None, QUIET)
     printer.feed("Hm.</thi")
     assert out.getvalue() == "<think>\nHm."
 
@@ -153,7 +156,7 @@ def test_unfinished_character_and_unknown_token_are_replacement_characters(
 
 def test_plain_text_keeps_control_tokens_and_ends_its_line() -> None:
     out = io.StringIO()
-    printer = make_printer(out, None, None)
+    printer = make_printer(out, None, None, QUIET)
     printer.feed("a</think>b")
     printer.finish(True)
     assert isinstance(printer, PlainPrinter)
