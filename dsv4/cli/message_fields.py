@@ -10,14 +10,15 @@ _ROLES_OF = {
     "tool_calls": ("assistant",),
     "content_blocks": ("user",),
 }
-_REQUEST = ("messages", "tools", "response_format")
+# The fields of a chat request that say something about the prompt.
+REQUEST = ("messages", "tools", "response_format")
 
 
 def check_request(request: object) -> None:
     """Raises ``UserError`` for a field of a chat request that says nothing about the prompt."""
     for key in request if isinstance(request, dict) else ():
-        if key not in _REQUEST:
-            raise UserError(f"found a field {shorten(key)}, expected only {', '.join(_REQUEST)}")
+        if key not in REQUEST:
+            raise UserError(f"found a field {shorten(key)}, expected only {', '.join(REQUEST)}")
 
 
 def check_roles(messages: list[dict], source: str) -> None:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from dsv4.cli.arguments import refuse_contradictions
+from dsv4.cli.message_fields import REQUEST
 from dsv4.command.flags import flag_name
 from dsv4.errors import UserError, shorten
 
@@ -30,7 +31,6 @@ SETTINGS = {
     "logprobs": NUMBER,
     "with_token_ids": SWITCH,
 }
-REQUEST = ("messages", "tools", "response_format")
 KEYS = ("id", "prompt", *REQUEST, *SETTINGS)
 _CHAT_ONLY = frozenset(("system", "thinking", "reasoning_effort", "allow_control_tokens"))
 _SAMPLING_ONLY = frozenset(("top_k", "top_p", "min_p", "seed"))
