@@ -41,7 +41,7 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
 
     def run_and_sample(end: int) -> None:
         run(end)
-        world.sample()
+        world.queue(end)
 
     def captured(step: Any, *_: object) -> SimpleNamespace:
         return SimpleNamespace(step=step, run=run, run_and_sample=run_and_sample)
@@ -58,7 +58,8 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
     monkeypatch.setattr(cuda_graph_decoder, "CapturedStep", captured)
     world.step.tokens = 1
     world.step.recorded = SimpleNamespace(ends=lambda max_context: [max_context])
-    monkeypatch.setattr(world.step, "run", lambda tokens, end: None)
+    world.step.run = lambda tokens, end: None
+    world.step.sample = lambda: None
     ring = SimpleNamespace(mark=world.mark, read=world.read)
     steps: Any = SimpleNamespace(
         state=world.state,

@@ -1,5 +1,5 @@
-"""Drafts end in front of the first one whose logits have NaN, a step of drafts that meets NaN counts
-for nothing, and NaN of steps that nobody reads is forgotten.
+"""Drafts end in front of the first one whose logits have NaN, a step of drafts that meets NaN is
+not counted, and NaN of steps that nobody reads is forgotten.
 """
 
 from collections.abc import Sequence

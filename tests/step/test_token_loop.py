@@ -37,6 +37,7 @@ class World:
         zero = torch.zeros(1, dtype=torch.int64)
         self.state = DecodeState((), {device: zero}, {device: zero.clone()}, {})
         self.state.set_position(START)
+        self.sampler: Any = SimpleNamespace(load=lambda sampler: self.log.append("sampler"))
         self.feed = SimpleNamespace(put=self.put, pass_on=lambda: self.log.append("pass on"))
         self.step = SimpleNamespace(feed=self.feed)
         self.step.logits_TV = torch.zeros(1, 200)
@@ -70,8 +71,7 @@ class World:
         """What follows token 7."""
         ring: Any = SimpleNamespace(mark=self.mark, read=self.read)
         step: Any = self.step
-        settings: Any = SimpleNamespace(load=lambda sampler: self.log.append("sampler"))
-        loop = TokenLoop(step, self.state, settings, ring)
+        loop = TokenLoop(step, self.state, self.sampler, ring)
         return loop.generate(7, sampler, steps, self.queue)
 
 
