@@ -56,7 +56,7 @@ class EngineInputs(EngineSequence):
         self._start(ids)
         done = 0
         for chunk in chunks:
-            for part_TV in logits_in_parts(self.steps, self.steps.run(chunk).clone()):
+            for part_TV in logits_in_parts(self.steps, self.steps.run(chunk)):
                 logits_TV[done : done + len(part_TV)] = part_TV
                 done += len(part_TV)
         return self._nan.checked(logits_TV, ids, shown=True)

@@ -14,8 +14,6 @@ from dsv4.step.steps import RecordedSteps
 def logits_in_parts(steps: DirectSteps | RecordedSteps, hidden_TE: Tensor) -> Iterator[Tensor]:
     """float32 ``[T, V]`` of up to 8 final hidden states after the other, each overwritten by the
     next.
-
-    ``hidden_TE``: a copy, because logits are a step, which overwrites what the one before returned.
     """
     for first in range(0, len(hidden_TE), MAX_DECODE_TOKENS):
         yield steps.logits(hidden_TE[first : first + MAX_DECODE_TOKENS])

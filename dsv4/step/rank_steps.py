@@ -24,7 +24,7 @@ from dsv4.step.traced_values import TracedValues
 
 class RankSteps:
     """Steps of one rank's model and state. They share one workspace per device, so each overwrites
-    what the one before returned.
+    what the one before returned; only those of logits have memory of their own.
     """
 
     def __init__(
@@ -93,4 +93,5 @@ class RankSteps:
         recorded = record_logits(
             self.model, self.table, self.targets[self.head], rows_TE, self.state, self.sampler
         )
-        return Step(recorded, self.memory, {}), rows_TE
+        # In memory of its own, a few megabytes: the hidden states of a prompt stay where they are.
+        return Step(recorded, {}, {}), rows_TE

@@ -25,8 +25,7 @@ class ScoredSteps:
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Appends a chunk: final hidden states ``[T, E]``. The host waits for them."""
-        # Logits are a step too, which overwrites what the one before it returned.
-        hidden_TE = self._steps.run(token_ids).clone()
+        hidden_TE = self._steps.run(token_ids)
         following = self._token_ids[len(self.found) + 1 :][: len(token_ids)]
         done = 0
         for logits_TV in logits_in_parts(self._steps, hidden_TE[: len(following)]):

@@ -32,8 +32,8 @@ Progress = Callable[[int, int], None]
 
 class RecordedSteps:
     """Every step of an engine. Steps share one workspace per device, so each overwrites what the
-    one before returned. ``observer`` sees them, item by item. ``agreeing``: what a rank shares with
-    the others, where all of them are there.
+    one before returned; logits of hidden states have memory of their own. ``observer`` sees them,
+    item by item. ``agreeing``: what a rank shares with the others, where all of them are there.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """float32 ``[T, V]`` of the final hidden states of 1 to 8 tokens, overwritten by the next
-        step. Of more see ``logits_in_parts``.
+        """float32 ``[T, V]`` of the final hidden states of 1 to 8 tokens, which stay; overwritten
+        by the next logits. Of more see ``logits_in_parts``.
         """
         return self._run_logits(hidden_TE).logits_TV
 

@@ -50,8 +50,7 @@ class TracedSteps:
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Appends tokens eagerly: final hidden states ``[T, E]``."""
-        # The logits would overwrite it, and the caller may want them again.
-        hidden_TE = self._run(token_ids).clone()
+        hidden_TE = self._run(token_ids)
         if self._watch.wants(LOGITS):
             for part_TV in logits_in_parts(self._steps, hidden_TE):
                 self._watch.seen(LOGITS, part_TV.to("cpu", copy=True))
