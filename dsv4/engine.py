@@ -186,9 +186,8 @@ class Engine(EngineInputs):
         """
         token_ids = self._ids(token_ids)
         if len(token_ids) > MAX_DECODE_TOKENS:
-            raise ValueError(
-                f"token_ids: found {len(token_ids)} tokens, expected 1 to {MAX_DECODE_TOKENS}"
-            )
+            expected = f"1 to {MAX_DECODE_TOKENS}"
+            raise ValueError(f"token_ids: found {len(token_ids)} tokens, expected {expected}")
         self._end_run()
         check_room(self.position + len(token_ids), self.max_context)
         self._token_ids[self.position :] = token_ids
@@ -214,9 +213,8 @@ class Engine(EngineInputs):
         ``watch`` is shown the values of every step. ``reuse``: what the current sequence has in
         common with ``token_ids`` is not computed again (``reusable_tokens``), and a later call can
         come back to this one's prompt from behind any answer. ``last_run`` holds the statistics
-        once the iterator ends, also when the caller closes it early. Raises ``UserError`` for wrong
-        arguments, ``FloatingPointError`` for NaN, and ``RuntimeError``, without statistics, when
-        another call changed the sequence.
+        once the iterator ends or is closed. Raises ``UserError`` for wrong arguments,
+        ``FloatingPointError`` for NaN, ``RuntimeError`` when another call changed the sequence.
         """
         prompt = self._whole(token_ids)
         request = Request.checked(
