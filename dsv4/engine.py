@@ -25,13 +25,14 @@ from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.load_check import settled_table
 from dsv4.model import build_ranks
-from dsv4.opened_checkpoint import OpenedCheckpoint, Progress
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops.tables import DirectTable, Table
 from dsv4.parallel.devices import table_on, with_device_defaults
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.parallel.sharding import local_config
 from dsv4.plan import MemoryPlan, max_context_tokens
+from dsv4.progress import Progress
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
@@ -234,9 +235,8 @@ class Engine(EngineInputs):
         request.sampler.noted = []
         started = time.perf_counter()
         traced = None if watch is None else TracedSteps(self.steps, watch, self.decoder)
-        hidden_TE = self._prefill(
-            request.token_ids[reused:], request.progress, traced and traced.run
-        )
+        unread = request.token_ids[reused:]
+        hidden_TE = self._prefill(unread, request.progress, traced and traced.run)
         if self.token_ids != request.token_ids:
             raise RuntimeError(USED_OTHERWISE)
         first = self.steps.first_token(request.sampler, hidden_TE)

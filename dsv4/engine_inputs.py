@@ -14,7 +14,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.layers.values import Watch
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_LOGPROBS
 from dsv4.logprobs import TokenLogprobs
-from dsv4.opened_checkpoint import Progress
+from dsv4.progress import Progress
 from dsv4.sequence import EngineSequence
 from dsv4.step.chunks import PromptChunks, RunStep, run_chunks, split_ids
 from dsv4.step.direct import DirectSteps

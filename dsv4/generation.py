@@ -1,11 +1,12 @@
 """What ``Engine.generate`` is asked for, and the run of tokens that it becomes."""
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 from dsv4.config import ModelConfig
+from dsv4.progress import Progress
 from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.token_ids import check_ids, check_integer
@@ -24,7 +25,7 @@ class Request:
     max_new_tokens: int
     sampler: Sampler
     stops: frozenset[int]
-    progress: Callable[[int, int], None] | None
+    progress: Progress | None
 
     @classmethod
     def checked(
@@ -34,7 +35,7 @@ class Request:
         max_new_tokens: int,
         sampling: SamplingParams | Sampler | None,
         stop_token_ids: Iterable[int] | None,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> "Request":
         """``token_ids`` are checked already. ``sampling`` and ``stop_token_ids`` None: the model's
         own. Raises ``UserError``.

@@ -42,12 +42,11 @@ from dsv4.parallel.exchange_check import check_exchange
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, available_bytes, max_context_tokens, plan_memory
+from dsv4.progress import Progress
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import is_packed
 from dsv4.weights.parameters import Parameter
 from dsv4.weights.quant import QuantFormat
-
-Progress = Callable[[int, int], None]
 
 _LOG = logging.getLogger("dsv4")
 

@@ -33,7 +33,7 @@ MAY_READ_FILES = (
 LEAVES = (
     *("dsv4.config", "dsv4.config_dialects"),
     *("dsv4.engine_config", "dsv4.limits"),
-    *("dsv4.errors", "dsv4.replaced_file", "dsv4.json_object"),
+    *("dsv4.errors", "dsv4.progress", "dsv4.replaced_file", "dsv4.json_object"),
     "dsv4.limited_process",
     *("dsv4.model_files", "dsv4.peers", "dsv4.channels", "dsv4.turns"),
     *("dsv4.on_failure", "dsv4.stream_barrier"),

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from threading import Lock
 
+from dsv4.progress import Progress
 
-def counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+
+def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
     """What threads call with the bytes that each has moved. ``progress(done, total)`` is told of
     their sum, by one thread at a time.
     """

@@ -9,7 +9,6 @@ appears only when it is complete. Matrices that are in the wanted format already
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,6 +43,7 @@ from dsv4.command.program import command, run_program
 from dsv4.command.progress import GIGABYTES, ProgressBar
 from dsv4.errors import UserError
 from dsv4.model_files import resolve_inside
+from dsv4.progress import Progress
 from dsv4.weights.parameters import Parameter, Role
 from dsv4.weights.quant import QuantFormat, QuantTensor
 
@@ -59,7 +59,7 @@ def export(
     layout: Layout,
     names: Dialect,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Writes the checkpoint ``source`` to the new folder ``destination`` in another layout and
     dialect. ``progress(done_bytes, total_bytes)`` is told of what is written.

@@ -30,6 +30,7 @@ from dsv4.checkpoint.uncollected import uncollected
 from dsv4.config import ModelConfig
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import check_divisible, cut_of, local_parameter
+from dsv4.progress import Progress
 from dsv4.weights.parameters import MtpKind, Parameter
 from dsv4.weights.quant import QuantFormat, QuantTensor, packed_bytes
 
@@ -88,7 +89,7 @@ def load_weights(
     *,
     device_of: Callable[[str], torch.device],
     mtp: MtpKind | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Weights:
     """All parameters by canonical name, each on ``device_of(name)``.
 
@@ -119,7 +120,7 @@ def load_ranks(
     placement: Placement,
     *,
     mtp: MtpKind | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Weights, ...]:
     """What each rank of ``placement`` holds of all parameters (``dsv4.parallel.sharding``), by
     canonical name, on the rank's device; otherwise as ``load_weights``.
@@ -138,7 +139,7 @@ def loading_ranks(
     placement: Placement,
     *,
     mtp: MtpKind | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     found: Sequence[StoredParameter] | None = None,
     is_unneeded: Callable[[Parameter], bool] = lambda _: False,
 ) -> Iterator[Loading]:
@@ -168,7 +169,7 @@ def load_found(
     config: ModelConfig,
     found: Sequence[StoredParameter],
     device_of: Callable[[str], torch.device],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Weights:
     """``load_weights`` of some of the parameters that ``find_parameters`` gives."""
 
@@ -198,7 +199,7 @@ def _loading(
     found: Sequence[StoredParameter],
     devices_of: Callable[[str], Sequence[torch.device]],
     ranks: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Iterator[Loading]:
     of_ranks, moving = _prepared(checkpoint, config, found, devices_of, ranks, progress)
     with moving:
@@ -213,7 +214,7 @@ def _prepared(
     found: Sequence[StoredParameter],
     devices_of: Callable[[str], Sequence[torch.device]],
     ranks: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> tuple[tuple[Weights, ...], Transfer]:
     """What each rank holds, small tensors filled, and the transfer that fills the others."""
     held = {

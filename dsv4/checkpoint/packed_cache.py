@@ -34,6 +34,7 @@ from dsv4.checkpoint.writer import (
 )
 from dsv4.errors import UserError
 from dsv4.json_object import read_json_object
+from dsv4.progress import Progress
 
 FORMAT = "dsv4-packed/1"
 # Another number for every change of the bytes that a packing makes.
@@ -44,7 +45,6 @@ _SHARD_BYTES = 10**9
 # Of an entry, as ``new_folder`` calls it until it is complete.
 _BEGINNING = re.compile(r"\.([0-9a-f]{32})\.[a-z0-9_]{8}")
 
-Progress = Callable[[int, int], None]
 # By the name of the first weight that it was made of.
 Packed = dict[str, Any]
 

@@ -25,6 +25,7 @@ from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsv4.checkpoint.shard import DTYPE_NAMES
 from dsv4.errors import UserError
+from dsv4.progress import Progress
 from dsv4.replaced_file import put_in_place
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -161,7 +162,7 @@ def write_shards(
     folder: Path,
     tensors: list[OutputTensor],
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     writers: int = 1,
     destination: Path | None = None,
 ) -> None:

@@ -7,7 +7,7 @@ from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import TokenText
 from dsv4.engine import Engine
 from dsv4.layers.values import Watch
-from dsv4.opened_checkpoint import Progress
+from dsv4.progress import Progress
 
 
 def answer(

@@ -15,7 +15,7 @@ import io
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from dsv4.launch.constants import device_header
 from dsv4.launch.kernel import Defines, Kernel
 from dsv4.launch.signature import OPS, SHARED_HEADERS, source_path
 from dsv4.on_failure import OnFailure
+from dsv4.progress import Progress
 
 _COMPILER_PACKAGES = ("cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
 
@@ -88,9 +89,7 @@ def _compiled(path: Path, source: str, architecture: str, defines: Defines) -> b
     return compile_source(source, architecture, defines).cubin
 
 
-def compile_ahead(
-    kernels: Iterable[tuple[Kernel, str]], progress: Callable[[int, int], None] | None = None
-) -> None:
+def compile_ahead(kernels: Iterable[tuple[Kernel, str]], progress: Progress | None = None) -> None:
     """Compiles what the folder lacks of (kernel, architecture) pairs, on all cores.
 
     ``progress(done, total)`` counts only what had to be compiled.

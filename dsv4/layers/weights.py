@@ -10,6 +10,7 @@ from dsv4.errors import UserError
 from dsv4.ops import Packing
 from dsv4.ops.linear import RowList
 from dsv4.ops.moe import ExpertWeights
+from dsv4.progress import Progress
 from dsv4.weights.on_demand import WeightOnDemand
 from dsv4.weights.quant import QuantTensor, ValuesLost, Weight
 
@@ -29,7 +30,7 @@ class ReadOnce(Mapping[str, AnyParameter]):
     def __init__(
         self,
         weights: dict[str, AnyParameter],
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         wait: Callable[[str], None] = lambda _: None,
         packed: dict[str, Any] | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from dsv4.checkpoint.writer import remove_leftovers
 from dsv4.engine import Engine
 from dsv4.errors import UserError
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.opened_checkpoint import Progress
+from dsv4.progress import Progress
 from dsv4.token_ids import shared_beginning
 
 # What a prompt of fewer tokens takes to be read is less than its file takes.

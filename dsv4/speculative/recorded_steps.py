@@ -8,6 +8,7 @@ from torch import Tensor
 from dsv4.launch.target import Target
 from dsv4.model import Transformer
 from dsv4.parallel.hand_off import HandOff
+from dsv4.progress import Progress
 from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler
 from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Drafting
@@ -18,7 +19,7 @@ from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
 from dsv4.step.lock_step import AnyFeed, AnyStep
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
-from dsv4.step.steps import Progress, RecordedSteps
+from dsv4.step.steps import RecordedSteps
 from dsv4.step.token_loop import TokenLoop
 
 

@@ -8,6 +8,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from dsv4.progress import Progress
+
 # Appends a chunk: its final hidden states.
 RunStep = Callable[[Sequence[int]], Tensor]
 # A chunk takes a device as long as its tokens and so many more, which stand for the weights that it
@@ -65,7 +67,7 @@ def run_chunks(
     run: RunStep,
     chunks: Sequence[Sequence[int]],
     ahead: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Tensor:
     """Appends ``chunks`` (at least one): the final hidden states of the last one.
 

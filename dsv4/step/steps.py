@@ -15,6 +15,7 @@ from dsv4.layers.values import Wants, Watch
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import RecordedTable
+from dsv4.progress import Progress
 from dsv4.run_stats import DraftStats
 from dsv4.sampling import Sampler, checked_token
 from dsv4.step.along import Along
@@ -26,8 +27,6 @@ from dsv4.step.step import Step
 from dsv4.step.token_feed import TokenFeed
 from dsv4.step.token_loop import TokenLoop
 from dsv4.step.traced_values import TracedValues
-
-Progress = Callable[[int, int], None]
 
 
 class RecordedSteps:
