@@ -31,13 +31,16 @@ def read_generation_config(folder: Path) -> JsonReader:
 def sampling_params(arguments: argparse.Namespace, defaults: JsonReader) -> SamplingParams:
     """Each value from its flag, else from ``defaults``; ``do_sample: false`` is greedy.
 
-    Without ``--seed`` one is drawn here, so that the report can hold it. Raises ``UserError``.
+    Without ``--seed`` one is drawn here where it is used, so that the report can hold it. Raises
+    ``UserError``.
     """
+    chosen = temperature(arguments.temperature, defaults)
+    is_drawn = arguments.seed is None and chosen > 0
     params = SamplingParams(
-        temperature=temperature(arguments.temperature, defaults),
+        temperature=chosen,
         top_p=choose(arguments.top_p, defaults, "top_p", 1.0),
         min_p=choose(arguments.min_p, defaults, "min_p", 0.0),
-        seed=secrets.randbits(_SEED_BITS) if arguments.seed is None else arguments.seed,
+        seed=secrets.randbits(_SEED_BITS) if is_drawn else arguments.seed,
         logprobs=arguments.logprobs,
         top_k=choose(arguments.top_k, defaults, "top_k", 0),
     )

@@ -83,9 +83,7 @@ def test_json_file_is_replaced_whole_and_leaves_no_temporary_file(
 
 
 @pytest.mark.slow
-def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(
-    drive: Drive, tmp_path: Path
-) -> None:
+def test_a_seed_repeats_its_tokens_and_greedy_needs_none(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
 
     def tokens(*flags: object) -> list[int]:
@@ -95,6 +93,7 @@ def test_same_seed_gives_the_same_tokens_and_greedy_needs_none(
     assert tokens("--seed", 7) == tokens("--seed", 7)
     assert tokens("--seed", 7) != tokens("--seed", 8)
     assert tokens("--temperature", 0) == tokens("--temperature", 0)
+    assert read_json(path)["config"]["sampling"]["seed"] is None
     assert tokens("--top-p", 1e-9) == tokens("--temperature", 0)
     assert tokens("--top-k", 1) == tokens("--temperature", 0)
 

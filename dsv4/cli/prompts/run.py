@@ -143,7 +143,6 @@ def answer_line(line: PromptLine, files: ModelFiles, engine: Engine) -> dict[str
     except (UserError, FloatingPointError) as error:
         return {"error": user_message(error)}
     completion = describe_completion(job, outcome)
-    greedy = job.sampling.temperature == 0  # A seed that was drawn has changed nothing.
     return {
         "prompt": describe_prompt(job) if line.arguments.with_token_ids else None,
         "completion": completion
@@ -152,5 +151,5 @@ def answer_line(line: PromptLine, files: ModelFiles, engine: Engine) -> dict[str
         "finish_reason": outcome.finish_reason,
         "stop_string": outcome.stop_string,
         "tokens": {"prompt": len(prompt.token_ids), "completion": len(outcome.token_ids)},
-        "sampling": asdict(replace(job.sampling, seed=None) if greedy else job.sampling),
+        "sampling": asdict(job.sampling),
     }
