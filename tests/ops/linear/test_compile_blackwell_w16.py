@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dsv4.ops.linear.cutedsl.gemm_config import REGISTERS, SMEM_BYTES, W16Config, budget
+from dsv4.ops.linear.cutedsl.gemm_config import REGISTERS, W16Config
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.blackwell_problems import configurations, identifier
 from tests.ops.linear.compiled import (
@@ -66,7 +66,6 @@ def assert_within_limits(config: W16Config, architecture: str) -> None:
     assert "griddepcontrol.launch_dependents" in found.ptx
     assert not found.spills
     assert found.registers * config.threads <= REGISTERS
-    assert budget(config).smem_bytes <= SMEM_BYTES
     (register,) = re.findall(r"tcgen05\.alloc\S*\s+\[[^]]*\],\s*(%r\d+)", found.ptx)
     assert re.findall(rf"mov\.b32\s+{register},\s*(\d+)", found.ptx) == ["512"]
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dsv4.ops.linear.cutedsl.gemm_config import (
-    SMEM_BYTES,
     TENSOR_COLUMNS,
     Rejected,
     W16Config,
@@ -29,7 +28,6 @@ def test_every_configuration_fits_a_multiprocessor() -> None:
                     found = budget(config)
                     columns = found.accumulators * sides * tile_tokens
                     assert columns + found.fragments * sides * 32 <= TENSOR_COLUMNS
-                    assert found.smem_bytes <= SMEM_BYTES
                     assert found.stages >= 4, config
                     # No decoding group meets a stage that the other one still waits for.
                     assert found.stages % 2 == 0 or found.stages >= found.fragments + 2, config

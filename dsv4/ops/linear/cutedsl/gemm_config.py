@@ -11,6 +11,7 @@ import torch
 from dsv4.launch.kernel import ceil_div, round_up
 from dsv4.weights.quant import QuantFormat
 
+# The most that a block may have.
 SMEM_BYTES = 227 << 10
 TENSOR_COLUMNS = 512
 REGISTERS = 64 << 10
@@ -80,12 +81,6 @@ class W16Budget(NamedTuple):
     stages: int
     fragments: int
     accumulators: int
-    stage_bytes: int
-
-    @property
-    def smem_bytes(self) -> int:
-        """Of the most that a block may have, 227 KiB."""
-        return self.stages * self.stage_bytes + _OTHER_SMEM
 
 
 class Rejected(NamedTuple):
@@ -148,7 +143,7 @@ def budget(config: W16Config) -> W16Budget:
     # has not come. A stage of both would then be taken for full by the parity of a round before.
     if stages < fragments + 2:
         stages -= stages % 2
-    return W16Budget(stages, fragments, accumulators, stage_bytes)
+    return W16Budget(stages, fragments, accumulators)
 
 
 @functools.cache

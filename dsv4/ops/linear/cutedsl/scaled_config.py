@@ -70,19 +70,13 @@ class ScaledConfig(NamedTuple):
 
 
 class ScaledBudget(NamedTuple):
-    """What a configuration takes of a multiprocessor: ``stages`` of ``stage_bytes`` of shared
-    memory, ``accumulators`` (work tiles) and scales in ``columns`` of tensor memory.
+    """What a configuration takes of a multiprocessor: ``stages`` of shared memory, ``accumulators``
+    (work tiles) and scales in ``columns`` of tensor memory.
     """
 
     stages: int
-    stage_bytes: int
     accumulators: int
     columns: int
-
-    @property
-    def smem_bytes(self) -> int:
-        """Of the most that a block may have, 227 KiB."""
-        return self.stages * self.stage_bytes + _OTHER_SMEM
 
 
 class ScaledProblem(NamedTuple):
@@ -130,7 +124,7 @@ def scaled_budget(config: ScaledConfig) -> ScaledBudget:
     scale_columns = _SCALE_COLUMNS * scale_blocks
     accumulators = 2 if 2 * features + scale_columns <= TENSOR_COLUMNS else 1
     columns = accumulators * features + scale_columns
-    return ScaledBudget(stages, stage_bytes, accumulators, columns)
+    return ScaledBudget(stages, accumulators, columns)
 
 
 def _reasons(problem: ScaledProblem, architecture: str) -> list[str]:
