@@ -12,14 +12,14 @@ from dsv4.checkpoint import (
     Geometry,
     Layout,
     ParameterDescription,
-    describe,
     geometry_config,
     held_by,
-    load_ranks,
     open_checkpoint,
     tiny_config,
     write_synthetic,
 )
+from dsv4.checkpoint.load import descriptions, load_found_ranks
+from dsv4.checkpoint.stored_parameters import find_parameters
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine import Engine
@@ -105,9 +105,10 @@ def test_planned_weights_are_those_that_are_loaded(
     checkpoint = open_checkpoint(folder)
     config = ModelConfig.from_dict(raw)
     placement = Placement.tensor(config.num_hidden_layers, [CPU] * ranks)
-    stored = describe(checkpoint, config, "classic")
+    found = find_parameters(checkpoint, config, "classic")
+    stored = descriptions(found)
     planned = plan_memory(config, EngineConfig(), placement, stored, None)
-    loaded = load_ranks(checkpoint, config, placement, mtp="classic")
+    loaded = load_found_ranks(checkpoint, config, found, placement)
     for device, weights in zip(planned.devices, loaded, strict=True):
         sizes = {name: weight.nbytes for name, weight in weights.items()}
         held = held_by(stored, ranks, device.rank or 0)

@@ -115,12 +115,7 @@ class Loading(NamedTuple):
 
 
 def load_ranks(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    placement: Placement,
-    *,
-    mtp: MtpKind | None = None,
-    progress: Progress | None = None,
+    checkpoint: Checkpoint, config: ModelConfig, placement: Placement
 ) -> tuple[Weights, ...]:
     """What each rank of ``placement`` holds of all parameters (``dsv4.parallel.sharding``), by
     canonical name, on the rank's device; otherwise as ``load_weights``.
@@ -128,7 +123,7 @@ def load_ranks(
     Every byte of the files is read once. Raises ``UserError`` also for a model that cannot be cut
     for so many ranks.
     """
-    with loading_ranks(checkpoint, config, placement, mtp=mtp, progress=progress) as loading:
+    with loading_ranks(checkpoint, config, placement) as loading:
         return loading.ranks
 
 
@@ -138,16 +133,15 @@ def loading_ranks(
     config: ModelConfig,
     placement: Placement,
     *,
-    mtp: MtpKind | None = None,
     progress: Progress | None = None,
     found: Sequence[StoredParameter] | None = None,
     is_unneeded: Callable[[Parameter], bool] = lambda _: False,
 ) -> Iterator[Loading]:
     """``load_ranks`` beside the block of the ``with``, whose end waits for what is missing.
-    ``found``: all parameters, where they are known. Those that ``is_unneeded`` picks are not
-    loaded.
+    ``progress``: as in ``load_weights``. ``found``: all parameters, where they are known. Those
+    that ``is_unneeded`` picks are not loaded.
     """
-    found = find_parameters(checkpoint, config, mtp) if found is None else found
+    found = find_parameters(checkpoint, config) if found is None else found
     _log_skipped(checkpoint, found)
     needed = [stored for stored in found if not is_unneeded(stored.parameter)]
     formats = ((stored.parameter, stored.format) for stored in needed)

@@ -23,7 +23,7 @@ from dsv4.checkpoint import (
 )
 from dsv4.checkpoint.load import load_found_ranks
 from dsv4.checkpoint.shard import StoredTensor
-from dsv4.checkpoint.stored_parameters import find_draft
+from dsv4.checkpoint.stored_parameters import find_draft, find_parameters
 from dsv4.errors import UserError
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.sharding import local_config, local_parameters
@@ -127,9 +127,9 @@ def test_progress_counts_every_byte_of_the_files_once(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     whole = load(tmp_path / "x")
     placement = on_cpu(checkpoint, 2)
-    load_ranks(
-        checkpoint, config_of(checkpoint), placement, progress=lambda *state: seen.append(state)
-    )
+    config = config_of(checkpoint)
+    with loading_ranks(checkpoint, config, placement, progress=lambda *state: seen.append(state)):
+        pass
     input_scales = sum(name.endswith("input_scale") for name in checkpoint.tensors)
     assert input_scales
     weights = sum(weight.nbytes for weight in whole.values())
@@ -143,7 +143,8 @@ def test_the_speculative_module_is_cut_as_the_layers_are(tmp_path: Path) -> None
     config = config_of(checkpoint)
     found = find_draft(checkpoint, config, "classic")
     placement = on_cpu(checkpoint, 2)
-    loaded = load_ranks(checkpoint, config, placement, mtp="classic")
+    parameters = find_parameters(checkpoint, config, "classic")
+    loaded = load_found_ranks(checkpoint, config, parameters, placement)
     alone = load_found_ranks(checkpoint, config, found, placement)
     own = {name for name in whole if name.startswith("mtp.")}
     for rank in range(2):
