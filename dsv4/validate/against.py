@@ -15,7 +15,7 @@ from dsv4.config_dialects import compress_ratios
 from dsv4.errors import UserError
 from dsv4.json_object import JsonReader
 from dsv4.layers.values import value_names
-from dsv4.validate.agreement import Agreement, Tally, align, table
+from dsv4.validate.agreement import Agreement, RowComparison, align, table
 from dsv4.validate.joined_trace import (
     JoinedTrace,
     Unequal,
@@ -179,19 +179,19 @@ def _compare_value(
 ) -> Agreement:
     chosen = suffix(name) in CHOSEN
     ids = ids_of(name)
-    tally = Tally(threshold)
+    comparison = RowComparison(threshold)
     rows, *width = found.shape(name)
     for start, stop in slices(rows, math.prod(width)):
         a = found.rows(name, start, stop)
         b = reference.rows(name, start, stop)
         if chosen:
-            tally.add_chosen(a, b)
+            comparison.add_chosen(a, b)
         elif ids is None:
-            tally.add(a, b)
+            comparison.add(a, b)
         else:
             other_ids = reference.rows(ids, start, stop)
-            tally.add(*align(a, found.rows(ids, start, stop), b, other_ids))
-    return tally.result(name, kind, chosen)
+            comparison.add(*align(a, found.rows(ids, start, stop), b, other_ids))
+    return comparison.result(name, kind, chosen)
 
 
 def _kinds(trace: JoinedTrace) -> dict[int | None, str]:

@@ -39,8 +39,8 @@ class Agreement:
         return self.first_under is None
 
 
-class Tally:
-    """Gathers an ``Agreement`` from slices of two values, in float64."""
+class RowComparison:
+    """Compares two values slice by slice, in float64, for an ``Agreement``."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -175,9 +175,9 @@ def agreement(
     threshold: float = DEFAULT_THRESHOLD,
 ) -> Agreement:
     """Compares two values ``[T, ...]`` at once."""
-    tally = Tally(threshold)
-    tally.add(found, reference)
-    return tally.result(name, kind)
+    comparison = RowComparison(threshold)
+    comparison.add(found, reference)
+    return comparison.result(name, kind)
 
 
 def table(rows: list[Agreement]) -> str:

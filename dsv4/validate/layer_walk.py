@@ -16,7 +16,7 @@ from dsv4.errors import UserError
 from dsv4.layers.values import value_names
 from dsv4.ops.tables import TORCH_TABLE, DirectTable, Table
 from dsv4.validate.against import expect_shape, expect_shape_of_choices
-from dsv4.validate.agreement import Agreement, Tally, align
+from dsv4.validate.agreement import Agreement, RowComparison, align
 from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
 from dsv4.validate.joined_trace import JoinedTrace
 from dsv4.validate.layer_shapes import layer_shape
@@ -167,15 +167,15 @@ class Walk:
             ids = ids_of(name)
             is_choice = suffix(name) in CHOSEN
             # A share over all tokens under ``choices`` has a token under it.
-            tally = Tally(self.choices if is_choice else self.threshold)
+            comparison = RowComparison(self.choices if is_choice else self.threshold)
             theirs = expected.values
             if is_choice:
-                tally.add_chosen(found[name], expected.choices.get(name, theirs[name]))
+                comparison.add_chosen(found[name], expected.choices.get(name, theirs[name]))
             elif ids is not None:
-                tally.add(*align(found[name], found[ids], theirs[name], theirs[ids]))
+                comparison.add(*align(found[name], found[ids], theirs[name], theirs[ids]))
             else:
-                tally.add(found[name], theirs[name])
-            row = tally.result(name, kind, is_choice)
+                comparison.add(found[name], theirs[name])
+            row = comparison.result(name, kind, is_choice)
             if is_choice and row.cosine >= self.choices:
                 row = replace(row, first_under=None)
             rows.append(row)

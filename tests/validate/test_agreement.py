@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.validate.agreement import Agreement, Tally, agreement, align, table
+from dsv4.validate.agreement import Agreement, RowComparison, agreement, align, table
 from tests.validate.trace_files import random
 
 
 def chosen(found: list[list[int]], reference: list[list[int]]) -> Agreement:
-    tally = Tally(0.9999)
-    tally.add_chosen(torch.tensor(found), torch.tensor(reference))
-    return tally.result("", "", chosen=True)
+    comparison = RowComparison(0.9999)
+    comparison.add_chosen(torch.tensor(found), torch.tensor(reference))
+    return comparison.result("", "", chosen=True)
 
 
 def test_equal_opposite_and_nan_values() -> None:
@@ -36,10 +36,10 @@ def test_equal_opposite_and_nan_values() -> None:
 def test_values_count_by_their_lengths_whatever_their_signs() -> None:
     one = torch.ones(1, 2)
     assert agreement("", "", one, -one).cosine == agreement("", "", -one, one).cosine == -1.0
-    tally = Tally(0.999)
-    tally.add(one, one)
-    tally.add(one, -one)
-    assert tally.result("", "").cosine == 0.0
+    comparison = RowComparison(0.999)
+    comparison.add(one, one)
+    comparison.add(one, -one)
+    assert comparison.result("", "").cosine == 0.0
 
 
 def test_one_large_token_does_not_hide_the_others() -> None:
@@ -73,7 +73,7 @@ def test_values_whose_squares_are_no_numbers_of_float64_are_compared(scale: floa
     assert found.cosine == pytest.approx(24 / 26)
     assert (found.worst_token, found.worst_at, found.first_under) == (0.0, 1, 0)
     assert agreement("", "", a * scale, a * scale).cosine == 1.0
-    alone = Tally(0.999)
+    alone = RowComparison(0.999)
     for row in (1, 2, 0):
         alone.add(a[row : row + 1] * scale, b[row : row + 1] * scale)
     assert alone.result("", "").cosine == pytest.approx(24 / 26)
@@ -104,11 +104,11 @@ def test_zeros_agree_with_zeros_only() -> None:
 def test_slices_say_what_the_whole_says(step: int) -> None:
     a = random(7, 5)
     b = a + 0.1 * random(7, 5, seed=1)
-    tally = Tally(0.99)
+    comparison = RowComparison(0.99)
     for start in range(0, 7, step):
-        tally.add(a[start : start + step], b[start : start + step])
+        comparison.add(a[start : start + step], b[start : start + step])
     whole = agreement("", "", a, b, 0.99)
-    found = tally.result("", "")
+    found = comparison.result("", "")
     assert found.cosine == pytest.approx(whole.cosine)
     assert found.worst_token == pytest.approx(whole.worst_token)
     assert (found.worst_at, found.first_under) == (whole.worst_at, whole.first_under)
@@ -152,14 +152,14 @@ def test_values_are_aligned_by_id() -> None:
 def test_values_without_a_shared_id_have_no_number() -> None:
     ids = torch.tensor([[4, 2], [0, 1], [5, -1]])
     values = torch.tensor([[0.4, 0.2], [1.0, 1.1], [math.nan, 2.0]])
-    tally = Tally(0.999)
-    tally.add(*align(values[:1], ids[:1], values[:1], ids[:1] + 5))
-    nothing = tally.result("layers.2.router.weights", "HCA")
+    comparison = RowComparison(0.999)
+    comparison.add(*align(values[:1], ids[:1], values[:1], ids[:1] + 5))
+    nothing = comparison.result("layers.2.router.weights", "HCA")
     assert nothing.worst_at is None
     assert table([nothing]).endswith("no rows")
-    tally.add(*align(values[1:2], ids[1:2], 0.5 * values[1:2], ids[1:2]))
-    tally.add(*align(values[2:], ids[2:], values[2:], -ids[2:]))
-    found = tally.result("", "")
+    comparison.add(*align(values[1:2], ids[1:2], 0.5 * values[1:2], ids[1:2]))
+    comparison.add(*align(values[2:], ids[2:], values[2:], -ids[2:]))
+    found = comparison.result("", "")
     assert (found.worst_at, found.first_under) == (1, 1)
     assert found.worst_token == pytest.approx(0.8)
 

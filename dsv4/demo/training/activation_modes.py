@@ -27,7 +27,7 @@ from dsv4.demo.training import mixture
 from dsv4.encoding import Tokenizer
 from dsv4.engine_config import ACTIVATION_MODES, ActivationMode
 from dsv4.measure.record_file import parse_recorded, write_record
-from dsv4.validate.agreement import Agreement, Tally
+from dsv4.validate.agreement import Agreement, RowComparison
 from dsv4.validate.traces import Trace, block_trace
 
 COSINE_BARS: Mapping[ActivationMode, float] = {"bf16": 1.0, "fp8": 0.999, "nvfp4": 0.997}
@@ -54,10 +54,10 @@ class ModeResult:
     nats: float = 0.0
     tokens: int = 0
     same_argmax: int = 0
-    tallies: list[Tally] = field(default_factory=list)
+    comparisons: list[RowComparison] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tallies = [Tally(_NO_THRESHOLD) for _ in (*self.kinds, "final", "logits")]
+        self.comparisons = [RowComparison(_NO_THRESHOLD) for _ in (*self.kinds, "final", "logits")]
 
     def add(self, found: Trace, reference: Trace, answer_A: Tensor) -> None:
         """The values of a prompt and its answer, token ids int64 ``[A]``."""
@@ -69,10 +69,10 @@ class ModeResult:
         same = found["logits"].argmax(-1) == reference["logits"].argmax(-1)
         self.tokens += len(same)
         self.same_argmax += int(same.sum())
-        for tally, value, other in zip(
-            self.tallies, _values(found), _values(reference), strict=True
+        for comparison, value, other in zip(
+            self.comparisons, _values(found), _values(reference), strict=True
         ):
-            tally.add(value, other)
+            comparison.add(value, other)
 
     @property
     def loss(self) -> float:
@@ -85,8 +85,8 @@ class ModeResult:
         names = [f"layer {index}" for index in range(len(self.kinds))]
         kinds = zip([*names, "final", "logits"], [*self.kinds, "", ""], strict=True)
         return [
-            tally.result(name, kind)
-            for tally, (name, kind) in zip(self.tallies, kinds, strict=True)
+            comparison.result(name, kind)
+            for comparison, (name, kind) in zip(self.comparisons, kinds, strict=True)
         ]
 
     def passes(self, reference: "ModeResult") -> bool:
