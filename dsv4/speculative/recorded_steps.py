@@ -15,7 +15,7 @@ from dsv4.speculative.block_loop import BLOCKS_AHEAD, BlockLoop, BlockQueue, Dra
 from dsv4.speculative.block_ring import AnyBlockRing, BlockRing, BlockRings
 from dsv4.speculative.recorded_drafts import RecordedDrafts
 from dsv4.speculative.resting import with_rests
-from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
+from dsv4.speculative.tally import AskedDrafts, DraftCount, Tally, Usefulness
 from dsv4.step.lock_step import AnyFeed, AnyStep
 from dsv4.step.recorded import RecordedStep
 from dsv4.step.step import Step
@@ -35,7 +35,7 @@ class DraftedRecordedSteps(RecordedSteps):
         models: Sequence[Transformer],
         alongs: Sequence[RecordedDrafts],
         prefill_tokens: int,
-        drafts: Drafts,
+        drafts: AskedDrafts,
         max_context: int,
         compiling: Progress | None,
     ) -> None:

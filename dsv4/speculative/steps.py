@@ -32,7 +32,7 @@ from dsv4.sampling import Sampler, checked_token
 from dsv4.speculative.drafter import NO_DRAFTS, Drafter, Proposal, make_drafter
 from dsv4.speculative.module import DraftModule, DraftScope
 from dsv4.speculative.rank_drafters import RankDrafters
-from dsv4.speculative.tally import DraftCount, Drafts, Tally, Usefulness
+from dsv4.speculative.tally import AskedDrafts, DraftCount, Tally, Usefulness
 from dsv4.speculative.taps import Taps
 from dsv4.step.direct import DirectSteps
 from dsv4.step.observer import open_part
@@ -51,7 +51,7 @@ class DraftedSteps(DirectSteps):
         state: DecodeState,
         ops: Ops,
         modules: Sequence[DraftModule],
-        drafts: Drafts,
+        drafts: AskedDrafts,
         max_context: int,
     ) -> None:
         """``drafts`` of a step at most: "auto" by what was measured, None as many as the module was

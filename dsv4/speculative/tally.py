@@ -21,9 +21,9 @@ TRIED_AGAIN = (128, 2048)
 USELESS_ACCEPTANCE = 0.2
 JUDGED_DRAFTS = 32
 
-# Drafts of a step: a number; None, as many as the module was trained to make; "if_faster", these or
-# none; "auto", any number.
-Drafts = int | Literal["if_faster", "auto"] | None
+# Drafts of a step, as asked for: a number; None, as many as the module was trained to make;
+# "if_faster", these or none; "auto", any number.
+AskedDrafts = int | Literal["if_faster", "auto"] | None
 
 _LOG = logging.getLogger("dsv4")
 
@@ -90,7 +90,7 @@ class Usefulness:
             )
 
 
-def drafts_of_a_step(engine: EngineConfig) -> Drafts:
+def drafts_of_a_step(engine: EngineConfig) -> AskedDrafts:
     """``EngineConfig.draft_tokens``; where "auto" chose the module, drafts have to be faster."""
     if engine.draft == "auto" and engine.draft_tokens is None:
         return "if_faster"
@@ -120,7 +120,7 @@ class DraftCount:
         self._chosen = most
 
     @classmethod
-    def asked(cls, drafts: Drafts, most: int, trained_block: int) -> "DraftCount":
+    def asked(cls, drafts: AskedDrafts, most: int, trained_block: int) -> "DraftCount":
         """For a module that can make ``most``. Raises ``UserError`` for more."""
         if isinstance(drafts, int) and drafts > most:
             raise UserError(
