@@ -14,8 +14,8 @@ from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.ops.torch_workspace import TorchStep
-from dsv4.parallel.meeting_bytes import arrival_bytes, channel_bytes, exchange_bytes
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.received_bytes import arrival_bytes, channel_bytes, exchange_bytes
 from dsv4.parallel.sharding import local_config
 from dsv4.step.planned import PlannedSteps
 from dsv4.weights.packing_bytes import (

@@ -17,8 +17,8 @@ from dsv4.errors import UserError
 from dsv4.ops import TORCH_PACKING
 from dsv4.ops.torch_workspace import TorchStep
 from dsv4.ops.trees import tensors_in
-from dsv4.parallel.meeting_bytes import arrival_bytes, channel_bytes
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.received_bytes import arrival_bytes, channel_bytes
 from dsv4.plan import max_context_tokens, plan_memory
 from dsv4.weights.packing_bytes import dequantized_bytes, dequantizing_bytes
 from dsv4.weights.parameters import Role, parameters

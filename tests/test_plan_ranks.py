@@ -27,8 +27,8 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import TABLES, RecordedTable
-from dsv4.parallel.meeting_bytes import exchange_bytes
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.received_bytes import exchange_bytes
 from dsv4.parallel.sharding import cut_of
 from dsv4.plan import MemoryPlan, plan_memory
 from dsv4.step.planned import PlannedSteps

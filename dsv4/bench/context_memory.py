@@ -19,9 +19,9 @@ from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.launch.target import Target
 from dsv4.ops.tables import DirectTable, RecordedTable, Table
-from dsv4.parallel.meeting_bytes import channel_bytes, exchange_bytes
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
+from dsv4.parallel.received_bytes import channel_bytes, exchange_bytes
 from dsv4.plan import CUDA_RESERVE_BYTES, MemoryPlan, plan_memory
 from dsv4.step.planned import PlannedSteps
 from dsv4.step.steps import RecordedSteps

@@ -12,9 +12,9 @@ from dsv4.channels import Channels
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.parallel.meeting_bytes import channel_words
 from dsv4.parallel.peer_memory import allow_peer_access, reach_each_other, shared_memory
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.received_bytes import channel_words
 from dsv4.peers import FAULT_WORDS, SLOTS, STEP_WORDS, WORD_BYTES, InboxLayout, Peers
 from dsv4.turns import Turns
 

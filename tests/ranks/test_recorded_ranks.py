@@ -14,7 +14,7 @@ from dsv4.launch.boxes import Boxes
 from dsv4.launch.items import Launch
 from dsv4.launch.workspace import lay_out
 from dsv4.ops.trees import tensors_in
-from dsv4.parallel.meeting_bytes import exchange_bytes
+from dsv4.parallel.received_bytes import exchange_bytes
 from dsv4.peers import LOGITS_EXCHANGE
 from tests.launch.simulated_memory import assert_buffers_survive
 from tests.ranks.planned_ranks import (

@@ -17,8 +17,8 @@ from dsv4.checkpoint.layouts import format_in
 from dsv4.engine_config import EngineConfig
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Launch
-from dsv4.parallel.meeting_bytes import channel_bytes
 from dsv4.parallel.placement import Placement
+from dsv4.parallel.received_bytes import channel_bytes
 from dsv4.step.captured import Mode, part_device, regions_of
 from dsv4.step.parts import AnyPart, Part, Transfer
 from dsv4.step.recorded import RecordedStep
