@@ -32,6 +32,7 @@ from dsv4.ops.linear import prefill_long as linear_prefill
 from dsv4.ops.linear import prefill_rows
 from dsv4.ops.linear import prefill_scaled as linear_scaled
 from dsv4.ops.linear import prefill_w16 as linear_w16
+from dsv4.ops.linear.prefill_products import RecordLinear
 from dsv4.ops.linear.row_list import pack_rows
 from dsv4.ops.moe import decode as moe_decode
 from dsv4.ops.moe import prefill as moe_prefill
@@ -137,9 +138,7 @@ def prefill_ops(recording: Recording) -> Ops:
     )
 
 
-def _parallel_products(
-    recording: Recording, linear: exchange_prefill.Linear
-) -> dict[str, Callable[..., Any]]:
+def _parallel_products(recording: Recording, linear: RecordLinear) -> dict[str, Callable[..., Any]]:
     """The products that ranks share, by an implementation of ``linear``. Logits are those of at
     most 8 tokens in every step.
     """

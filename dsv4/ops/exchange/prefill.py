@@ -5,7 +5,6 @@ A partial result may be written anew two exchanges later: by then its rank has a
 exchange between, which the others began only behind their own sums of this one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +16,10 @@ from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.exchange.words import peers_of
 from dsv4.ops.linear.aligned import without_gaps
+from dsv4.ops.linear.prefill_products import RecordLinear
 from dsv4.peers import SLOTS
 from dsv4.weights.quant import Weight
 
-# ``dsv4.ops.linear.prefill.linear``, or another library's.
-Linear = Callable[[Recording, Tensor, Weight, torch.dtype], Tensor]
 _THREADS = 256
 _VALUES = 4
 
@@ -35,7 +33,7 @@ class PartialSum:
 
 
 def row_parallel_linear_with(
-    linear: Linear, recording: Recording, x: Tensor, weight: Weight
+    linear: RecordLinear, recording: Recording, x: Tensor, weight: Weight
 ) -> Tensor | PartialSum:
     """``dsv4.ops.exchange.row_parallel_linear`` by an implementation of ``linear``."""
     if recording.peers is None:

@@ -18,6 +18,8 @@ from dsv4.weights.quant import Weight
 # x ``[T, G, K]`` times a packed weight: ``[T, G, R]``, R a multiple of 16 unless G is 1. Operands
 # are already checked.
 Batches = Callable[[Recording, Tensor, PackedWeight, torch.dtype], Tensor]
+# ``linear`` of one of these, or another that takes the same: x, a weight and the dtype of y.
+RecordLinear = Callable[[Recording, Tensor, Weight, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)

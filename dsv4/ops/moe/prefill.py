@@ -18,13 +18,14 @@ from dsv4.ops.exchange.prefill import send_partial
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import TILE_TOKENS
 from dsv4.ops.linear.prefill_long import linear
+from dsv4.ops.linear.prefill_products import RecordLinear
 from dsv4.ops.moe import ExpertWeights, Mixture
 from dsv4.ops.moe.grouped import down, gate_up, sort_pairs
 from dsv4.ops.moe.operands import Layer, check_experts
 from dsv4.ops.moe.sorted_pairs import Sorted, sort_shared_bytes
 from dsv4.ops.moe.token_part import TokenPart
 from dsv4.ops.router import Router
-from dsv4.ops.router.prefill import Linear, route
+from dsv4.ops.router.prefill import route
 from dsv4.ops.router.selection import check_router
 from dsv4.weights.packed import PackedWeight
 
@@ -97,7 +98,7 @@ def expert_sum(
 
 
 def moe_with(
-    linear: Linear,
+    linear: RecordLinear,
     recording: Recording,
     x_TE: Tensor,
     tokens_T: Tensor,
@@ -172,7 +173,7 @@ def _sum_in_parts(
 
 
 def _sum_part(
-    linear: Linear, recording: Recording, routed: Routed, layer: Layer, y_TE: Tensor
+    linear: RecordLinear, recording: Recording, routed: Routed, layer: Layer, y_TE: Tensor
 ) -> None:
     experts, shared, limit = layer
     x_TE, ids_TP, weights_TP = routed

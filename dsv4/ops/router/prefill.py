@@ -3,8 +3,6 @@
 A decode step routes in the launch of its experts (``dsv4.ops.moe.decode``).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from dsv4.launch.kernel import Kernel, Shape, ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear import prefill as linear_prefill
+from dsv4.ops.linear.prefill_products import RecordLinear
 from dsv4.ops.router import Router
 from dsv4.ops.router.selection import (
     WARP,
@@ -21,8 +20,6 @@ from dsv4.ops.router.selection import (
 )
 from dsv4.weights.packed import PackedWeight
 
-# ``dsv4.ops.linear.prefill.linear``, or another library's.
-Linear = Callable[[Recording, Tensor, PackedWeight, torch.dtype], Tensor]
 # Warps of router.cu, each with a token.
 _WARPS = 8
 
@@ -32,7 +29,7 @@ def route(
     x_TE: Tensor,
     tokens_T: Tensor,
     router: Router[PackedWeight],
-    linear: Linear = linear_prefill.linear,
+    linear: RecordLinear = linear_prefill.linear,
 ) -> tuple[Tensor, Tensor]:
     """``dsv4.ops.router.route`` for bfloat16 x and a packed BF16 gate.
 
