@@ -50,7 +50,7 @@ def test_every_check_is_one_of_a_native_kernel(
     monkeypatch.setattr(Target, "of", lambda device: target)
     monkeypatch.setattr(operands, "RandomWeights", PlannedWeights)
     monkeypatch.setattr(prefill_w16, "load_gemm", lambda config, architecture: None)
-    monkeypatch.setattr(prefill_scaled, "compiled", lambda config, architecture: None)
+    monkeypatch.setattr(prefill_scaled, "load_gemm", lambda config, architecture: None)
     checks = prefill_checks(mode)
     table = NATIVE_FORMS[mode].table
     portable = [
@@ -81,7 +81,7 @@ def test_no_native_kernel_is_used_unchecked(
     monkeypatch.setattr(Target, "of", lambda device: target)
     monkeypatch.setattr(operands, "RandomWeights", PlannedWeights)
     monkeypatch.setattr(prefill_w16, "load_gemm", note_w16)
-    monkeypatch.setattr(prefill_scaled, "compiled", note_scaled)
+    monkeypatch.setattr(prefill_scaled, "load_gemm", note_scaled)
     table = native_table(mode)
     for product in native_products(mode):
         _recorded(table, product.op, product.operands(table, META))

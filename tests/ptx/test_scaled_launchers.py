@@ -85,7 +85,7 @@ def in_the_machine(config: ScaledConfig, architecture: str) -> Callable[..., obj
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_w16, "INSTALLED", False)
-    monkeypatch.setattr(linear_scaled, "compiled", in_the_machine)
+    monkeypatch.setattr(linear_scaled, "load_gemm", in_the_machine)
 
 
 def quantized(

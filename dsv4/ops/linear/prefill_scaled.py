@@ -161,11 +161,13 @@ def scaled_kernels(
         if isinstance(config, Rejected):
             return config
         configs.append(config)
-    return ScaledKernels(weight, tuple(compiled(config, target.architecture) for config in configs))
+    return ScaledKernels(
+        weight, tuple(load_gemm(config, target.architecture) for config in configs)
+    )
 
 
-def compiled(config: ScaledConfig, architecture: str) -> Gemm:
-    """The kernel of a configuration, from disk where an earlier process left it."""
+def load_gemm(config: ScaledConfig, architecture: str) -> Gemm:
+    """The compiled kernel of a configuration; its compiler is imported now."""
     from dsv4.ops.linear.cutedsl import jit
     from dsv4.ops.linear.cutedsl.blackwell_scaled import ScaledGemm
 

@@ -38,7 +38,7 @@ class Gemms:
     def __init__(self) -> None:
         self.calls: list[tuple[ScaledConfig, tuple[Any, ...]]] = []
 
-    def compiled(self, config: ScaledConfig, architecture: str) -> Any:
+    def load(self, config: ScaledConfig, architecture: str) -> Any:
         assert architecture == "sm_100a"
         return lambda *operands: self.calls.append((config, operands))
 
@@ -49,7 +49,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
     found = Gemms()
     monkeypatch.setattr(prefill_w16, "INSTALLED", False)
     monkeypatch.setattr(prefill_scaled, "INSTALLED", True)
-    monkeypatch.setattr(prefill_scaled, "compiled", found.compiled)
+    monkeypatch.setattr(prefill_scaled, "load_gemm", found.load)
     return found
 
 

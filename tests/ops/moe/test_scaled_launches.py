@@ -32,13 +32,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ScaledConfig, tuple[Any
     """What the kernels were called with, as if they were compiled and none for 16 bit were."""
     made: list[tuple[ScaledConfig, tuple[Any, ...]]] = []
 
-    def compiled(config: ScaledConfig, architecture: str) -> Any:
+    def load(config: ScaledConfig, architecture: str) -> Any:
         assert architecture == "sm_100a"
         return lambda *operands: made.append((config, operands))
 
     monkeypatch.setattr(prefill_w16, "INSTALLED", False)
     monkeypatch.setattr(linear_scaled, "INSTALLED", True)
-    monkeypatch.setattr(linear_scaled, "compiled", compiled)
+    monkeypatch.setattr(linear_scaled, "load_gemm", load)
     return made
 
 
