@@ -23,7 +23,7 @@ from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
 from dsv4.limits import MAX_DECODE_TOKENS
-from dsv4.load_check import settled_table
+from dsv4.load_check import checked_table
 from dsv4.model import build_ranks
 from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops.tables import DirectTable, Table
@@ -95,7 +95,7 @@ class Engine(EngineInputs):
         dtype = COMPUTE_DTYPES[engine_config.compute_dtype]
         self.models = build_ranks(config, ranks, table.packing, placement, dtype)
         self.model = self.models[0]
-        self.table = settled_table(table, self.model, engine_config)
+        self.table = checked_table(table, self.model, engine_config)
         self.draft_modules: list[DraftModule] = []
         if shown is not None:
             local = local_config(config, placement.cuts)

@@ -46,7 +46,7 @@ class Product(NamedTuple):
     compare: Callable[[Ops, Ops, bool], str | None]
 
 
-def settled_table(table: Table, model: Transformer, engine: EngineConfig) -> Table:
+def checked_table(table: Table, model: Transformer, engine: EngineConfig) -> Table:
     """``table``, or the portable one behind it where its kernels compute something else on the
     weights of ``model``: then, and where native kernels were refused before, one warning says so.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4 import EngineConfig, ModelConfig, load_check
 from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.errors import UserError
-from dsv4.load_check import first_difference, products, settled_table
+from dsv4.load_check import checked_table, first_difference, products
 from dsv4.model import Transformer
 from dsv4.native.random_weights import RandomWeights
 from dsv4.ops import TORCH, TORCH_PACKING
@@ -83,41 +83,41 @@ def test_every_op_is_compared(model: Transformer, table: DirectTable, reason: st
     assert reason in told
 
 
-def settle(
+def check(
     table: DirectTable, model: Transformer, caplog: pytest.LogCaptureFixture, required: bool = False
 ) -> tuple[DirectTable, list[str]]:
     """The table that an engine takes, and the lines of its log."""
     with caplog.at_level(logging.INFO, "dsv4"):
-        settled = settled_table(table, model, EngineConfig(require_native=required))
-    assert isinstance(settled, DirectTable)
-    return settled, caplog.messages
+        checked = checked_table(table, model, EngineConfig(require_native=required))
+    assert isinstance(checked, DirectTable)
+    return checked, caplog.messages
 
 
 def test_right_kernels_stay_without_a_word(
     model: Transformer, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = replace(TORCH_TABLE, portable=TORCH_TABLE)
-    assert settle(table, model, caplog) == (table, [])
+    assert check(table, model, caplog) == (table, [])
 
 
 def test_wrong_kernels_give_way_with_one_warning(
     model: Transformer, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = replace(table_of(wrong_linear), portable=TORCH_TABLE)
-    settled, told = settle(table, model, caplog)
-    assert settled is TORCH_TABLE
+    checked, told = check(table, model, caplog)
+    assert checked is TORCH_TABLE
     assert len(told) == 1
     assert told[0].startswith("no native kernels, the portable ones are used: linear f32 [64, 32]")
     with pytest.raises(UserError, match=r"^EngineConfig.require_native: linear f32 \[64, 32\]"):
-        settle(table, model, caplog, required=True)
+        check(table, model, caplog, required=True)
 
 
 def test_what_was_refused_before_is_told_once(
     model: Transformer, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = replace(TORCH_TABLE, refused="gemm (small): 12 values are wrong")
-    settled, told = settle(table, model, caplog)
-    assert settled is table
+    checked, told = check(table, model, caplog)
+    assert checked is table
     assert told == [
         "no native kernels, the portable ones are used: gemm (small): 12 values are wrong"
     ]
@@ -127,7 +127,7 @@ def test_activations_that_stay_as_they_are_are_told(
     model: Transformer, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = replace(CUDA_TABLE, refused="gemm (small): 12 values are wrong")
-    settled_table(table, model, EngineConfig(prefill_activations="fp8"))
+    checked_table(table, model, EngineConfig(prefill_activations="fp8"))
     start = "no native kernels, the portable ones are used, with 16-bit activations: gemm (small)"
     assert caplog.messages[0].startswith(start)
 

@@ -50,7 +50,7 @@ def add_context_options(context: argparse.ArgumentParser) -> None:
     )
 
 
-def settle(options: argparse.Namespace) -> None:
+def fill_defaults(options: argparse.Namespace) -> None:
     """Fills in the defaults of what runs. Raises ``UserError`` for a flag of that beside
     ``--plan-only``.
     """
@@ -66,7 +66,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     """Runs it. Raises ``UserError``."""
     from dsv4.bench.context import ContextRun, bench_context, plan_geometry
 
-    settle(options)
+    fill_defaults(options)
     engine = EngineConfig(
         device="cuda",
         ops="cuda",

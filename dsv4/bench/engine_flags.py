@@ -107,7 +107,7 @@ def _add_geometry_options(engine: argparse.ArgumentParser) -> None:
     engine.add_argument("--positions", type=integer(1), nargs="+", help=positions)
 
 
-def settle(options: argparse.Namespace) -> None:
+def fill_defaults(options: argparse.Namespace) -> None:
     """Fills in the defaults of ``bench engine``. Raises ``UserError`` for a flag that means nothing
     with the source or the modes that are given.
     """
@@ -137,7 +137,7 @@ def check_modes(options: argparse.Namespace, engine: EngineConfig) -> None:
 
 def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     """Runs it. Raises ``UserError`` for flags that do not go together."""
-    settle(options)
+    fill_defaults(options)
     if options.ops == "cutedsl" and options.prefill_activations != "bf16":
         found = f"{options.prefill_activations} with --ops cutedsl"
         raise UserError(f"--prefill-activations: found {found}, expected bf16")
