@@ -121,11 +121,7 @@ def to_native(name: str, dialect: Dialect) -> str | None:
 
 def from_native(name: str, dialect: Dialect) -> str:
     """Name of a native tensor in ``dialect``; the inverse of ``to_native``."""
-    if (
-        dialect is Dialect.NATIVE
-        or name.startswith("mtp.")
-        or (dialect is Dialect.HYBRID and name.startswith("head."))
-    ):
+    if dialect is Dialect.NATIVE or (dialect is Dialect.HYBRID and name.startswith("head.")):
         return name
     block = _BLOCK.fullmatch(name)
     if block is None:
@@ -149,11 +145,7 @@ def _hybrid_block_to_native(inside: str) -> str | None:
 
 
 def _hybrid_block_from_native(inside: str) -> str:
-    return (
-        inside.replace("attn.kv_norm.", "attn.norm.", 1)
-        if inside.startswith("attn.kv_norm.")
-        else inside
-    )
+    return inside.replace("attn.kv_norm.", "attn.norm.", 1)
 
 
 def _hf_block_to_native(inside: str) -> str | None:

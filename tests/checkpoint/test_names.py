@@ -110,6 +110,7 @@ def test_older_hf_name_of_the_indexer_weights_is_understood() -> None:
         ("model.layers.0.self_attn.q_a_proj.weight", Dialect.HYBRID),
         ("layers.x.attn.wq_a.weight", Dialect.NATIVE),
         ("lm_head.weight", Dialect.NATIVE),
+        ("head.weight", Dialect.HF),
         ("", Dialect.NATIVE),
         ("model.layers.0.", Dialect.HF),
     ],
@@ -128,6 +129,13 @@ def test_mixed_dialects_are_reported_with_examples() -> None:
         )
 
 
+def test_examples_of_a_mixture_say_every_dialect_they_may_be_of() -> None:
+    with pytest.raises(
+        UserError, match=r"embed.weight \(native\), model.norm.weight \(hf/hybrid\), expected one"
+    ):
+        detect_dialect(["embed.weight", "model.norm.weight"], "test")
+
+
 def test_folders_without_any_known_name_are_refused() -> None:
     with pytest.raises(UserError, match="no DeepSeek-V4 tensor name"):
         detect_dialect(["transformer.h.0.weight", "mtp.0.e_proj.weight"], "test")
@@ -139,6 +147,11 @@ def test_spec11_e37_shared_expert_rows_of_a_broken_resave_are_named() -> None:
         UserError, match="shared_experts.3.w2.weight.weight, a known damage of re-saved checkpoints"
     ):
         detect_dialect(["model.norm.weight", broken], "test")
+
+
+def test_a_doubled_ending_elsewhere_is_left_for_the_comparison() -> None:
+    doubled = "layers.0.ffn.shared_experts.w2.weight.weight"
+    assert detect_dialect(["embed.weight", doubled], "test") is Dialect.NATIVE
 
 
 def test_a_name_as_long_as_a_header_is_read_once() -> None:
