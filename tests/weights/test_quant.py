@@ -229,6 +229,13 @@ def test_lesson10_shapes_that_contradict_the_format_are_refused() -> None:
         packed_shapes(QuantFormat.NVFP4, (4, 24))
 
 
+def test_what_is_no_dense_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight: found torch.float16, expected torch.bfloat16"):
+        QuantTensor.dense(random_weight(4, 64).half())
+    with pytest.raises(ValueError, match=r"shape: found \(64,\), expected at least two dimensions"):
+        QuantTensor.dense(random_weight(1, 64)[0])
+
+
 @pytest.mark.parametrize("missing", ["block_scale", "global_scale"])
 def test_lesson12_a_missing_scale_is_refused(missing: str) -> None:
     good = quantize(random_weight(4, 64), QuantFormat.NVFP4)
