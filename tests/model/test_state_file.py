@@ -17,16 +17,10 @@ from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import open_checkpoint, shard, write_synthetic
 from dsv4.checkpoint.geometries import Geometry, geometry_config
 from dsv4.checkpoint.identity import checkpoint_identity
-from dsv4.checkpoint.state_file import FORMAT, SavedState
+from dsv4.checkpoint.state_file import FORMAT, SavedState, StateKey
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
-from tests.model.tiny import (
-    CPU,
-    random_ids,
-    raw_config,
-    small_config,
-    tiny_engine,
-)
+from tests.model.tiny import CPU, random_ids, raw_config, small_config, tiny_engine
 
 GREEDY = SamplingParams(temperature=0)
 NO_STOP: frozenset[int] = frozenset()
@@ -170,6 +164,13 @@ OTHERS: dict[str, tuple[Callable[[], Engine], str]] = {
 def test_a_state_of_something_else_is_refused(what: str, saved: Path) -> None:
     make, message = OTHERS[what]
     assert refused(make(), saved).endswith(message)
+
+
+def test_index_rows_are_named_by_what_they_hold() -> None:
+    """No ``index_dtype`` is that of the other rows: such states belong to each other."""
+    config = ModelConfig.from_dict(small_config())
+    followed = StateKey.of(config, EngineConfig(kv_dtype="fp8", index_dtype=None), "")
+    assert followed == StateKey.of(config, EngineConfig(kv_dtype="fp8", index_dtype="fp8"), "")
 
 
 def test_a_refused_load_does_not_end_a_generation(
