@@ -87,11 +87,7 @@ def _module_names(parameter: Parameter, dialect: Dialect) -> list[str]:
     """Names under which a list may mention the module: native and stored, for experts those of
     expert 0.
     """
-    name = (
-        parameter.name.replace(".experts.", ".experts.0.")
-        if parameter.role is Role.EXPERT
-        else parameter.name
-    )
+    name = parameter.name.replace(".experts.", ".experts.0.")
     stored = from_native(name, dialect)
     return [
         form.rpartition(".")[0]
@@ -115,7 +111,7 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     layers = merged.get("quantized_layers", {})
     excluded = [name for key in _EXCLUDING_KEYS for name in merged.get(key, ())]
     return Declaration(
-        method=_method(merged, has_own_file=bool(separate)),
+        method=_method(merged),
         expert_format=_expert_format(checkpoint.raw_config, merged, source),
         nvfp4=ModulePatterns(list(layers)),
         all_main_experts_nvfp4=merged.get("moe_quant_algo") == "NVFP4" and not layers,
@@ -123,16 +119,14 @@ def read_declaration(checkpoint: Checkpoint) -> Declaration:
     )
 
 
-def _method(declared: dict[str, Any], has_own_file: bool) -> Method:
-    """What holds for a matrix that no list names. ModelOpt alone writes a file of its own."""
+def _method(declared: dict[str, Any]) -> Method:
+    """What holds for a matrix that no list names."""
     if not declared:
         return "undeclared"
-    is_by_modelopt = has_own_file or "quant_algo" in declared
-    method = declared.get("quant_method", "modelopt" if is_by_modelopt else None)
-    if method == "fp8":
+    if declared.get("quant_method") == "fp8":
         return "fp8"
     is_whole = declared.get("quant_algo") == "NVFP4" and not declared.get("quantized_layers")
-    return "nvfp4" if method == "modelopt" and is_whole else "none"
+    return "nvfp4" if is_whole else "none"
 
 
 def _expert_format(
