@@ -193,7 +193,7 @@ def _yarn(scaling: JsonReader) -> Yarn | None:
     if kind != "yarn":
         raise scaling.fail("type", kind, "'yarn' or 'default'")
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if scaling.values.get(key) not in (None, 1, 1.0):
+        if scaling.values.get(key) not in (None, 1.0):
             raise scaling.fail(
                 key, scaling.values[key], "1.0 (DeepSeek-V4 does not scale cos, sin or the softmax)"
             )

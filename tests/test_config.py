@@ -68,7 +68,7 @@ def test_geometry_comes_from_the_file_and_not_from_the_model_name() -> None:
 
 
 def test_several_end_of_sequence_tokens() -> None:
-    assert ModelConfig.from_dict(tiny_config(eos_token_id=[1, 7])).eos_token_ids == (1, 7)
+    assert ModelConfig.from_dict(tiny_config(eos_token_id=[0, 7])).eos_token_ids == (0, 7)
 
 
 def test_spec11_a3_a_scaled_yarn_is_refused() -> None:
@@ -136,15 +136,18 @@ def test_other_models_are_refused_by_name(model_type: object) -> None:
         ("index_head_dim", 96, "a power of two"),
         ("num_experts_per_tok", 9, "at most 8 experts"),
         ("compress_ratios", [0, 4, 128], "one entry for each of the 4 layers"),
+        ("compress_ratios", "0000", "found '0000', expected a list with one entry for each"),
         ("compress_ratios", [0, 4, 128, 4, 4], "only zeros after the main layers"),
         ("compress_ratios", [0, 4, 128, 2], "expected 0, 4 or 128"),
         ("compress_ratios", [0, 4.0, 128, 4], "expected 0, 4 or 128"),
         ("compress_ratios", [False, 4, 128, 4], "expected 0, 4 or 128"),
         ("compress_ratios", [0, [4], 128, 4], "expected 0, 4 or 128"),
         ("num_hash_layers", 5, "an integer from 0 to 4"),
+        ("bos_token_id", 256, "ids below vocab_size 256"),
         ("eos_token_id", 256, "ids below vocab_size 256"),
         ("eos_token_id", ["1"], "a token id"),
         ("eos_token_id", [-1], "a token id"),
+        ("eos_token_id", [1, True], "a token id"),
         ("rope_scaling", {"type": "linear"}, "expected 'yarn' or 'default'"),
         ("rope_scaling", [1], "expected an object"),
     ],
@@ -182,9 +185,10 @@ def both_dialects(*path: str, value: object) -> dict[str, Any]:
     return raw
 
 
-def test_both_dialects_may_say_the_same() -> None:
-    raw = both_dialects("rope_theta", value=10000)
-    assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config())
+def test_both_dialects_may_say_the_same_and_one_of_them_nothing() -> None:
+    for key, value in (("rope_theta", 10000), ("compress_rates", None), ("rope_scaling", {})):
+        raw = both_dialects(key, value=value)
+        assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config()), key
 
 
 @pytest.mark.parametrize(
@@ -193,6 +197,9 @@ def test_both_dialects_may_say_the_same() -> None:
         ("compress_ratios", [0, 4, 4, 4], "ratios: layer 2: found 4, expected 128 as in layer_ty"),
         ("num_hash_layers", 1, "layers: layer 1: found False, expected True as in mlp_layer_types"),
         ("layer_types", ["sliding_attention"] * 3, "layer_types: found .3 entries"),
+        ("layer_types", ["sliding_attention"] * 5, "layer_types: found 5, expected 4 of sliding"),
+        ("compress_rates/compressed_sparse_attention", 8, "attention: found 8, expected 4"),
+        ("compress_rates/heavily_compressed_attention", 64, "attention: found 64, expected 128"),
         ("mlp_layer_types", ["dense"] * 4, "mlp_layer_types: found .'dense'"),
         ("rope_theta", 5000, "rope_theta: found 5000, expected 10000 as in rope_parameters: main"),
         ("compress_rope_theta", 10000, "compress_rope_theta: found 10000, expected 160000 as in"),
