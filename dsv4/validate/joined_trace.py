@@ -99,7 +99,7 @@ class JoinedTrace:
         rule = self._rule(name)
         held = self._held(name, rule)
         parts = [file.rows(name, start, stop) for file in held]
-        if rule == "sum" and len(parts) > 1:
+        if rule == "sum":
             joined = torch.stack([part.float() for part in parts]).sum(0)
         elif (dim := self._dimension(name, rule, parts[0].dim())) is not None:
             joined = torch.cat(parts, dim)

@@ -43,11 +43,14 @@ def test_heads_vocabulary_and_partial_results_are_joined(tmp_path: Path, stack: 
     logits = random(6, 11)
     padded = torch.cat([logits, torch.zeros(6, 1)], 1)
     result = random(6, 5)
-    same = random(6, 3)
+    # Wider than the vocabulary, whose padding only logits have.
+    same = random(6, 13)
+    # Ranks may hold unequal parts.
+    shares = padded.split([7, 5], 1)
     parts = [
         {
             "layers.0.attn.q": q[:, 2 * rank : 2 * rank + 2].contiguous(),
-            "logits": padded[:, 6 * rank : 6 * rank + 6].contiguous(),
+            "logits": shares[rank].contiguous(),
             "layers.0.ffn.output": result * (0.25 + 0.5 * rank),
             "layers.0.attn.kv": same,
         }
@@ -61,6 +64,7 @@ def test_heads_vocabulary_and_partial_results_are_joined(tmp_path: Path, stack: 
     assert trace.shape("logits") == [6, 11]
     assert torch.equal(whole(trace, "logits"), logits)
     assert torch.allclose(whole(trace, "layers.0.ffn.output"), result)
+    assert trace.shape("layers.0.attn.kv") == [6, 13]
     assert torch.equal(whole(trace, "layers.0.attn.kv"), same)
     assert trace.unequal == {}
 
@@ -69,13 +73,19 @@ def test_ranks_that_differ_where_they_should_not_are_reported(
     tmp_path: Path, stack: ExitStack
 ) -> None:
     kv = random(6, 3)
-    other = kv.clone()
-    other[1, 0] += 0.25
-    other[4, 1] -= 0.5
-    trace = JoinedTrace(ranks(tmp_path, {"a": kv, "b": kv * 2}, {"a": other, "b": kv * 2}), stack)
+    late = kv.clone()
+    late[1, 0] += 0.25
+    late[4, 1] -= 0.5
+    found = [
+        {"a": kv, "b": kv.flip(0), "c": 2 * kv},
+        {"a": late, "b": late.flip(0), "c": 2 * kv},
+    ]
+    trace = JoinedTrace(ranks(tmp_path, *found), stack)
     assert torch.equal(whole(trace, "a"), kv)
-    whole(trace, "b")
-    assert trace.unequal == {"a": Unequal((0, 1), 0.5)}
+    for name in ("b", "c"):
+        whole(trace, name)
+    # The largest of all slices, in whichever it is.
+    assert trace.unequal == {name: Unequal((0, 1), 0.5) for name in ("a", "b")}
 
 
 def test_nan_and_inf_on_all_ranks_are_equal(tmp_path: Path, stack: ExitStack) -> None:
@@ -128,6 +138,10 @@ def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitSta
             [{"rank": "0", "ranks": "2"}, {"rank": "5", "ranks": "2"}],
             "expected rank 1 too",
         ),
+        (
+            [{"rank": rank, "ranks": "2"} for rank in ("0", "1", "5")],
+            "2.safetensors: rank: found 5, expected below 2",
+        ),
         ([{}, {}], "0.safetensors: ranks: found None, expected a number"),
         ([{"rank": "x", "ranks": "1"}], "rank: found 'x', expected a number"),
         ([{"ranks": "0"}], "ranks: found '0', expected a number from 1"),
@@ -136,6 +150,7 @@ def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitSta
         ([{"join": {"a": "concat:2"}}], "join: a: found 'concat:2', expected one of its 2 dim"),
         ([{"join": {"a": "concat:-2"}}], "join: a: found 'concat:-2', expected one of its 2 dim"),
         ([{"rank": "0", "ranks": "1" * 5000}], "ranks: found '1{76}..., expected a number"),
+        ([{"join": {"a": 5}}], "join: a: found 5, expected 'equal', 'sum' or"),
         ([{"join": "["}], "join: not valid JSON"),
         ([{"config": {"vocab_size": 0}}], "config: vocab_size: found 0, expected an integer from"),
         ([{"config": {"vocab_size": -3}}], "config: vocab_size: found -3, expected an integer"),
@@ -201,6 +216,9 @@ def test_ranks_of_other_tokens_and_shapes_are_refused(tmp_path: Path, stack: Exi
         JoinedTrace(paths, stack)
     paths = ranks(tmp_path, {"a": random(6, 3)}, {"a": random(6, 4)})
     with pytest.raises(UserError, match=r"a: found \[6, 4\], expected \[6, 3\] as in r0"):
+        JoinedTrace(paths, stack).shape("a")
+    paths = ranks(tmp_path, {"a": random(6, 3)}, {"a": random(6, 3, 1)})
+    with pytest.raises(UserError, match=r"a: found \[6, 3, 1\], expected \[6, 3\] as in r0"):
         JoinedTrace(paths, stack).shape("a")
     paths = ranks(tmp_path, {"a": random(6, 3)}, {"a": random(6, 3).to(torch.float8_e4m3fn)})
     with pytest.raises(UserError, match=r"r1.*: a: found F8_E4M3, expected F32 as in r0"):
