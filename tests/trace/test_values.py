@@ -1,5 +1,7 @@
 """The values of a trace, each against what the definition says it is."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -142,8 +144,12 @@ def test_patterns_choose_values(engine: Engine, values: dict[str, Tensor]) -> No
 def test_a_pattern_without_a_value_is_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match=r"at: 'layer\.3' matches no value"):
         engine.trace(IDS, at=["hidden", "layer.3"])
-    with pytest.raises(UserError, match="at least one pattern"):
-        engine.trace(IDS, at=[])
+
+
+@pytest.mark.parametrize("at", [[], "hidden", 5, ["hidden", 5]])
+def test_what_is_no_list_of_patterns_is_refused(engine: Engine, at: Any) -> None:
+    with pytest.raises(UserError, match="^at: found .*, expected at least one pattern in a list"):
+        engine.trace(IDS, at=at)
 
 
 @pytest.mark.parametrize("prompt_tokens", [-1, len(IDS) + 1])
