@@ -1,5 +1,7 @@
 """NativeWeight: exactly the values of the stored weight, where the tensor cores look for them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -196,6 +198,10 @@ def test_parts_that_do_not_match_are_refused() -> None:
     narrow = native_weight(stored(MXFP4, (100, 128)), MXFP4)
     with pytest.raises(ValueError, match="^w3: found mxfp4"):
         NativeGateUp.of(weight, narrow)
+    with pytest.raises(ValueError, match="^w3: found fp8_block128 .*, expected mxfp4"):
+        NativeGateUp.of(weight, native_weight(stored(FP8, (128, 128)), FP8))
+    with pytest.raises(ValueError, match=r"^global_scale: found .* \(1,\), expected"):
+        replace(NativeGateUp.of(weight, weight), global_scale=torch.ones(1))
     with pytest.raises(ValueError, match="^w1: found 100 rows, expected a multiple of 128"):
         NativeGateUp.of(narrow, narrow)
     with pytest.raises(ValueError, match="is one matrix, not a stack"):

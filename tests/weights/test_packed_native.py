@@ -32,9 +32,10 @@ def test_both_forms_have_the_values_of_the_stored_weight(format: QuantFormat, nv
 
 
 def test_a_weight_without_native_copy_says_why() -> None:
-    dense = pack_with_native(QuantTensor.dense(torch.ones(64, 64).bfloat16()), nvfp4=True)
-    assert dense.native is None
-    assert dense.unsupported == "bf16 weights have no native form as bf16"
+    dense = pack_with_native(QuantTensor.dense(torch.ones(2, 64, 64).bfloat16()), nvfp4=True)
+    for one in (dense, dense[1]):
+        assert one.native is None
+        assert one.unsupported == "bf16 weights have no native form as bf16"
     plain = pack_with_native(stored(QuantFormat.NVFP4, (64, 128)), nvfp4=False)
     assert plain.native is None
     assert plain.unsupported == "NVFP4 scales are not powers of two in equal pairs"
