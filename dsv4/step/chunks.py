@@ -31,7 +31,7 @@ class PromptChunks:
     def cut(self, token_ids: list[int]) -> list[list[int]]:
         """The chunks of a prompt; none of an empty one."""
         lengths = [self.largest]
-        while self.devices > 1 and lengths[-1] // 2 >= _LEAST_TOKENS:
+        while lengths[-1] // 2 >= _LEAST_TOKENS:
             lengths.append(lengths[-1] // 2)
         return min((_pieces(token_ids, length) for length in lengths), key=self._time)
 
