@@ -14,20 +14,21 @@ class Event:
 
     interrupted = False
     awaited: "list[Event]"
+    milliseconds = 0.0
 
     def __init__(self, **_: Any) -> None:
-        pass
+        self.recorded = 0.0
 
     def record(self, _: Any) -> None:
-        pass
+        self.recorded = Event.milliseconds
 
     def synchronize(self) -> None:
         if Event.interrupted:
             raise KeyboardInterrupt
         Event.awaited.append(self)
 
-    def elapsed_time(self, _: "Event") -> float:
-        return 1.0
+    def elapsed_time(self, end: "Event") -> float:
+        return end.recorded - self.recorded
 
 
 @pytest.fixture
@@ -70,3 +71,15 @@ def test_a_step_has_its_tokens_behind_its_position_and_its_counts_at_it(ring: Bl
         assert given.tokens == [114, 115, 100, 101, 102]
         assert given.drafted == 4
         assert Event.awaited[-1] is oldest
+
+
+def test_a_step_has_its_own_times_of_drafting_and_of_verifying(
+    ring: BlockRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step queued behind it, whose times are others."""
+    marks = (ring.begin, ring.mark_drafted, ring.mark_settled)
+    for mark, now in zip(2 * marks, (0.0, 1.0, 3.0, 3.0, 8.0, 20.0), strict=True):
+        monkeypatch.setattr(Event, "milliseconds", now)
+        mark()
+    assert ring.read(0).seconds == pytest.approx((0.001, 0.002))
+    assert ring.read(1).seconds == pytest.approx((0.005, 0.012))
