@@ -125,6 +125,7 @@ def test_embedding_and_head_take_the_place_of_layers() -> None:
 
 @given(layer_bytes=st.lists(st.integers(1, 30), min_size=1, max_size=9), devices=st.integers(1, 4))
 @example(layer_bytes=[10, 1, 1, 1, 1], devices=3)
+@example(layer_bytes=[1, 5, 2, 3], devices=3)  # The most equal parts have 6 on a device.
 def test_the_fullest_device_is_as_empty_as_can_be(layer_bytes: list[int], devices: int) -> None:
     """And of such cuts the parts are as equal as can be."""
     parts = min(devices, len(layer_bytes))
