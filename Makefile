@@ -30,7 +30,7 @@ test: $(test_tools)         ## every test that this machine can run, some cases 
 exhaustive: $(test_tools)   ## all cases
 	$(PYTEST) -q --exhaustive $(ARGS)
 
-check: $(dev_tools)         ## lint, format, types and the fast tests side by side: about two minutes
+check: $(dev_tools)         ## lint, format, types and the fast tests side by side: about seven minutes
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target lint types fast
 
 lint: $(dev_tools)

@@ -120,8 +120,8 @@ class Sampler:
     def settings(self) -> tuple[tuple[float, float, float, float], int]:
         """(temperature, top_p, min_p, top_k) and the seed, for ``dsv4.ops.sampling.sample_token``.
 
-        Positive values that float32 would turn into 0 or infinity are moved into its range, and a
-        top_k beyond any vocabulary to where it is still an integer.
+        A positive temperature or top_p that float32 would turn into 0 or infinity is moved into its
+        range, and a top_k beyond any vocabulary to where it is still an integer.
         """
         temperature = float(self.params.temperature)
         if temperature > 0:

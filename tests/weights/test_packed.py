@@ -163,6 +163,8 @@ def test_float32_weights_are_packed_only_if_bfloat16_holds_them() -> None:
 
 def test_wrong_parts_are_refused() -> None:
     packed = pack_weight(stored(QuantFormat.FP8_BLOCK128, (32, 64)))
+    with pytest.raises(ValueError, match="^format: found f32, expected one of"):
+        replace(packed, format=QuantFormat.F32)
     with pytest.raises(ValueError, match="^block_scale: missing"):
         PackedWeight(packed.data, None, None, packed.format, packed.shape)
     with pytest.raises(ValueError, match="^data: found"):
