@@ -48,6 +48,33 @@ def test_the_number_with_most_tokens_a_second_is_taken(
         assert chosen[-1] == expected
 
 
+@pytest.mark.parametrize(
+    ("seconds", "kept"), [({0: 1.0, 1: 1.0, 5: 9.0}, 5), ({0: 0.9, 1: 3.0, 5: 3.0}, 2)]
+)
+def test_numbers_between_those_that_are_measured_are_taken_to_lie_on_a_line(
+    seconds: dict[int, float], kept: int
+) -> None:
+    """Near one that was slow none promises more than the best that was measured."""
+    count = DraftCount(range(6))
+    for _ in range(200):
+        assert count.now in seconds
+        count.add(count.now, min(count.now, kept), seconds[count.now])
+
+
+def test_nothing_rests_where_drafts_pay() -> None:
+    count = DraftCount((0, 5))
+    run(count, 100, 0.9, 0.05)
+    assert count.rest(0) == 0
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    count = DraftCount((0, 5))
+    for step in range(2 * TRIAL_STEPS):
+        slow = 100.0 if step == TRIAL_STEPS // 2 else 0.0
+        count.add(count.now, count.now, 1 + 0.05 * count.now + slow)
+    assert count.now == 5
+
+
 def test_what_does_not_pay_is_tried_for_a_few_steps_and_ever_less_often() -> None:
     chosen = run(DraftCount((0, 5)), 8000, 0.0, 0.3)
     begins = [step for step in range(1, 8000) if chosen[step] > chosen[step - 1]]
