@@ -8,6 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from dsv4.launch.kernel import ceil_div
 from dsv4.progress import Progress
 
 # Appends a chunk: its final hidden states.
@@ -33,12 +34,15 @@ class PromptChunks:
         lengths = [self.largest]
         while lengths[-1] // 2 >= _LEAST_TOKENS:
             lengths.append(lengths[-1] // 2)
-        return min((_pieces(token_ids, length) for length in lengths), key=self._time)
+        count = len(token_ids)
+        return _pieces(token_ids, min(lengths, key=lambda length: self._time(count, length)))
 
-    def _time(self, chunks: Sequence[Sequence[int]]) -> int:
-        """In tokens of one device: of all chunks on the first one, then of the longest on each."""
-        times = [len(chunk) + _FIXED_TOKENS for chunk in chunks]
-        return sum(times) + (self.devices - 1) * max(times, default=0)
+    def _time(self, count: int, length: int) -> int:
+        """Of ``count`` tokens in chunks of ``length``, in tokens of one device: of all chunks on
+        the first one, then of the longest on each other.
+        """
+        on_first = count + ceil_div(count, length) * _FIXED_TOKENS
+        return on_first + (self.devices - 1) * (min(count, length) + _FIXED_TOKENS)
 
 
 def _pieces(token_ids: list[int], length: int) -> list[list[int]]:
