@@ -1,11 +1,12 @@
 """Prefill products on the GPU by either set of instructions, where it has both."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from dsv4.ops.linear.prefill import NARROW, Build, Results, Tile, build_for
+from dsv4.ops.linear.prefill import Build, build_for
 from dsv4.weights.quant import QuantFormat
 
 INSTRUCTION_SETS = ("mma", "wgmma")
@@ -25,12 +26,6 @@ def use_instructions(
             monkeypatch.setattr(module, "build_for", _portable_build)
 
 
-def _portable_build(
-    format: QuantFormat,
-    mode: int,
-    architecture: str,
-    results: Results = Results.ROUNDED,
-    tile: Tile = NARROW,
-) -> Build:
+def _portable_build(format: QuantFormat, mode: int, _: str, *results: Any, **tile: Any) -> Build:
     """The choice on a GPU without wgmma."""
-    return build_for(format, mode, "sm_100a", results, tile)
+    return build_for(format, mode, "sm_100a", *results, **tile)
