@@ -15,14 +15,14 @@ def check_finite(
     """Raises ``UserError`` for the first element of ``weight`` that is NaN or infinite: kernels may
     read a NaN code of E4M3 as a number. One or two passes over bytes that lie in memory anyway.
     """
-    if _is_finite(weight.data):
+    if is_finite(weight.data):
         return
     part = stored.parts["data"]
     names = part.names if part.fused else part.names[first_expert:]
     for name in names:
         # Of the file: a rank may hold a part, whose places are others.
         tensor = checkpoint.read(name)
-        if not _is_finite(tensor):
+        if not is_finite(tensor):
             place = (~tensor.float().isfinite()).nonzero()[0].tolist()
             found = float(tensor[tuple(place)])
             raise UserError(
@@ -31,7 +31,8 @@ def check_finite(
     raise UserError(f"{checkpoint.folder}: {names[0]}: changed while it was read")
 
 
-def _is_finite(data: Tensor) -> bool:
+def is_finite(data: Tensor) -> bool:
+    """Whether no element is NaN or infinite; by the extremes, without memory for each."""
     if not data.is_floating_point():
         return True
     if data.dtype == torch.float8_e4m3fn:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.finite import is_finite
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.matrices import Held
 from dsv4.checkpoint.problems import Problems
@@ -53,7 +54,7 @@ def read_plain(
             problems.add(
                 "out of range", f"{name} (found an expert twice for token {token}, expected once)"
             )
-    elif not bool(torch.isfinite(tensor).all()):
+    elif not is_finite(tensor):
         problems.add("not finite", f"{name} (found NaN or infinity)")
     dtype = torch.float32 if stored.parameter.role is Role.FLOAT else tensor.dtype
     return tensor.to(dtype)
