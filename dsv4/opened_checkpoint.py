@@ -28,7 +28,7 @@ from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
 from dsv4.opened_draft import OpenedDraft, checkpoint_decides
 from dsv4.ops.hyper_connection.seam import MAX_STREAMS
-from dsv4.ops.quantize_activations import NVFP4_LARGEST
+from dsv4.ops.quantize_activations import NVFP4_LARGEST, hidden_global_scale
 from dsv4.ops.tables import TABLES, DirectTable, Table
 from dsv4.parallel.devices import (
     check_cuda_graph,
@@ -209,9 +209,9 @@ def _check_hidden_rows(
     sixteen values below 6 · 2^-10 of it become zeros (docs/numerics.md#quantised-activations).
     """
     largest_weight = max(1.0, config.routed_scaling_factor)
-    most = math.sqrt(NVFP4_LARGEST / largest_weight)
     is_nvfp4 = any(format is QuantFormat.NVFP4 for _, format, _ in stored)
-    if is_nvfp4 and config.swiglu_limit > most:
+    if is_nvfp4 and hidden_global_scale(config.swiglu_limit, largest_weight) > 1:
+        most = math.sqrt(NVFP4_LARGEST / largest_weight)
         source = checkpoint.folder / "config.json"
         found = f"found {config.swiglu_limit:g}, expected at most {most:.3g}"
         raise UserError(
