@@ -41,9 +41,16 @@ class Meeting:
         Raises what the first rank that failed has raised. An interruption of the caller leaves no
         rank running.
         """
+        begin = Barrier(len(ranks) + 1)
         # Ranks that go on would write into a state that is taken back meanwhile.
-        with ThreadPoolExecutor(len(ranks)) as threads, OnFailure(self._barrier.abort):
-            futures = [threads.submit(self._attend, rank) for rank in ranks]
+        with (
+            ThreadPoolExecutor(len(ranks)) as threads,
+            OnFailure(self._barrier.abort),
+            OnFailure(begin.abort),
+        ):
+            futures = [threads.submit(self._attend, begin, rank) for rank in ranks]
+            # Nobody waits for a thread whose start was interrupted: it has to be one without work.
+            begin.wait()
             # A signal that comes right in front of a wait is seen behind it.
             while wait(futures, _SIGNAL_SECONDS).not_done:
                 pass
@@ -53,9 +60,10 @@ class Meeting:
                 raise failure
         return [future.result() for future in futures]
 
-    def _attend(self, rank: Callable[[], Result]) -> Result:
+    def _attend(self, begin: Barrier, rank: Callable[[], Result]) -> Result:
         """A rank that fails leaves nobody waiting."""
         with OnFailure(self._barrier.abort), torch.inference_mode():
+            begin.wait()
             return rank()
 
 

@@ -175,6 +175,27 @@ def test_a_rank_that_fails_leaves_nobody_waiting(failing: int) -> None:
         meeting.run([lambda number=number: rank(number) for number in range(3)])
 
 
+def test_an_interruption_while_threads_start_begins_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+    begun: list[int] = []
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        Meeting(2).run([lambda number=number: begun.append(number) for number in range(2)])
+    for thread in started:
+        thread.join()
+    assert not begun
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_an_interruption_of_the_caller_leaves_no_rank_running() -> None:
     meeting = Meeting(2)
