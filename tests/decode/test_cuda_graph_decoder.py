@@ -121,21 +121,22 @@ def test_the_end_of_the_context_is_reached_exactly(eager: Engine) -> None:
 
 
 def test_many_sequences_one_capture_and_flat_memory(eager: Engine, graph: Engine) -> None:
-    """What this process has allocated does not grow once the longest prompt has been seen. It may
-    shrink: what earlier tests held is freed at some time.
+    """What this process has allocated does not grow once the longest prompt and the shortest have
+    been seen, which is a decode step of its own. It may shrink: what earlier tests held is freed at
+    some time.
     """
     assert graph.decoder is not None
     step = graph.decoder.step(1)
     prompts = list(PROMPTS.values())
     texts = [prompts[index % len(prompts)][: 10 + 9 * index] for index in range(20)]
     memory = []
-    for prompt in (max(texts, key=len), *texts):
+    for prompt in (min(texts, key=len), max(texts, key=len), *texts):
         expected = list(eager.generate(prompt, 16, GREEDY, stop_token_ids=()))
         assert list(graph.generate(prompt, 16, GREEDY, stop_token_ids=())) == expected
         gc.collect()  # engines of other tests
         memory.append(torch.cuda.memory_allocated())
     assert graph.decoder.step(1) is step, "captured again"
-    assert max(memory) == memory[0], memory
+    assert max(memory[1:]) == memory[1], memory
 
 
 @pytest.mark.parametrize("mode", MODES)
