@@ -1,0 +1,1 @@
+"""Kernels whose warps are late at random where blocks, GPUs and launches meet."""
