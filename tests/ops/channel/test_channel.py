@@ -1,6 +1,6 @@
 """Channels on the host: their numbers, and what it says of words that did not come."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -42,7 +42,40 @@ def test_numbers_are_of_uses_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(channels) == {8}
 
 
-@pytest.mark.parametrize("begun", [(1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32])
+def test_a_count_is_where_its_end_is() -> None:
+    """A kernel counts in memory of its own device."""
+    words = {
+        ends: torch.zeros(8, dtype=torch.int64, device=home)
+        for ends, home in zip(WAYS, ("cpu", "meta"), strict=True)
+    }
+    channels = Channels(words, Turns((SENDER, RECEIVER)))
+    to_receiver, to_sender = channels.all
+    homes = [count.device.type for count in (to_receiver.sent_1, to_receiver.received_1)]
+    assert homes == ["meta", "cpu"]
+    homes = [count.device.type for count in (to_sender.sent_1, to_sender.received_1)]
+    assert homes == ["cpu", "meta"]
+
+
+def test_uses_that_are_interrupted_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows which of them a device has done. They are counted in the engine's turn."""
+    taken: list[Turns] = []
+
+    def noted(turns: Turns) -> AbstractContextManager[None]:
+        taken.append(turns)
+        return nullcontext()
+
+    monkeypatch.setattr(Turns, "taken", noted)
+    turns = Turns((SENDER, RECEIVER))
+    memory = {ends: torch.zeros(8, dtype=torch.int64) for ends in WAYS}
+    channels = Channels(memory, turns)
+    with pytest.raises(KeyboardInterrupt), channels.turn(3):
+        raise KeyboardInterrupt
+    channels.align()
+    assert numbers(channels) == {4}
+    assert taken == [turns]
+
+
+@pytest.mark.parametrize("begun", [(1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 3 << 31])
 def test_numbers_begin_anew_behind_the_last_one(begun: int) -> None:
     channels = channels_on_cpu()
     channels._begun = begun
