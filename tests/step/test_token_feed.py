@@ -32,10 +32,9 @@ class Stream:
 class Torch:
     """torch without pinned memory, whose streams note in ``log``."""
 
-    def __init__(self, log: list[Any]) -> None:
-        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    def __init__(self, log: list[Any], make_event: Callable[[], Any]) -> None:
         self.cuda = SimpleNamespace(
-            Event=lambda: event, current_stream=lambda device: Stream(device, log)
+            Event=make_event, current_stream=lambda device: Stream(device, log)
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -54,11 +53,57 @@ class Torch:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Which device has waited for which."""
     found: list[Any] = []
-    monkeypatch.setattr(token_feed, "torch", Torch(found))
-    monkeypatch.setattr(
-        token_feed, "HandOff", lambda source, arrived: SimpleNamespace(source=source)
-    )
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(token_feed, "torch", Torch(found, lambda: event))
+    monkeypatch.setattr(token_feed, "HandOff", HandedOn)
     return found
+
+
+class HandedOn:
+    """Notes what is sent."""
+
+    def __init__(self, source: torch.device, _arrived: torch.Tensor) -> None:
+        self.source = source
+        self.sent: list[torch.Tensor] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.sent.append(tensor)
+
+
+class Input:
+    """Of a device that copies when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+        self.queued: list[torch.Tensor] = []
+
+    def __getitem__(self, places: slice) -> "Input":
+        return self
+
+    def copy_(self, pinned: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.queued.append(pinned)
+
+    def wait(self, count: int) -> None:
+        """For the first so many copies."""
+        self.read += [pinned.tolist() for pinned in self.queued[len(self.read) : count]]
+
+
+class Recorded:
+    """An event behind the copies that a device has queued."""
+
+    def __init__(self, inputs: dict[torch.device, Input]) -> None:
+        self._inputs = inputs
+        self._behind: tuple[Input, int] | None = None
+
+    def record(self, stream: Stream) -> None:
+        found = self._inputs[stream.device]
+        self._behind = (found, len(found.queued))
+
+    def synchronize(self) -> None:
+        if self._behind is not None:
+            found, count = self._behind
+            found.wait(count)
 
 
 def feed(tokens: int, with_channels: bool = True) -> TokenFeed:
@@ -100,3 +145,35 @@ def test_who_has_no_channel_is_handed_the_token(log: list[Any]) -> None:
     memory = {device: torch.zeros(8, dtype=torch.int64, device=device) for device in (OTHER, HEAD)}
     drafted = TokenFeed((OTHER, HEAD), HEAD, 1, memory, channels_on_cpu())
     assert (drafted.given, len(drafted._hand_offs)) == ({}, 1)
+    assert drafted.inputs[HEAD].shape == (1,)
+    assert drafted.inputs[HEAD].data_ptr() == memory[HEAD].data_ptr()
+
+
+def test_what_is_handed_on_is_the_head_s_token(log: list[Any]) -> None:
+    handed: Any = feed(2)
+    handed.pass_on()
+    ((sent,),) = [one.sent for one in handed._hand_offs]
+    assert sent is handed.inputs[HEAD]
+
+
+def test_no_token_is_given_before_the_host_says_so() -> None:
+    inputs = {device: torch.zeros(1, dtype=torch.int64) for device in (HEAD, OTHER)}
+    given = token_feed.given_by_host(inputs, HEAD, channels_on_cpu())
+    assert [int(given_1) for given_1 in given.values()] == [0]
+
+
+def test_pinned_memory_is_written_again_when_every_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host waits for nothing before it comes round."""
+    inputs = {device: Input() for device in (HEAD, OTHER)}
+    monkeypatch.setattr(token_feed, "HandOff", HandedOn)
+    monkeypatch.setattr(token_feed, "torch", Torch([], lambda: Recorded(inputs)))
+    one = feed(1, with_channels=False)
+    monkeypatch.setattr(one, "inputs", inputs)
+    for token in range(10):
+        one.put([token])
+        assert [len(found.read) for found in inputs.values()] == [max(0, token - 3)] * 2
+    for found in inputs.values():
+        found.wait(10)
+        assert found.read == [[token] for token in range(10)]
