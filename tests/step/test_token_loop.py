@@ -140,6 +140,21 @@ def test_an_interrupted_wait_forgets_no_nan(monkeypatch: pytest.MonkeyPatch) -> 
     assert world.state.met_nan
 
 
+def test_an_interruption_of_the_last_wait_leaves_the_tokens_that_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    world = World()
+    tokens = world.generate(50)
+    next(tokens)
+    monkeypatch.setattr(world.state, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens.close()
+    assert world.state.position == START + 1
+
+
 def test_words_that_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.state.channels = lost_words()
@@ -158,6 +173,27 @@ def test_every_token_comes_with_its_own_log_probabilities() -> None:
         (first, logprob), (second, other) = noted.top
         assert (first, logprob, second) == (noted.token_id, noted.logprob, 0)
         assert logprob - other == pytest.approx(place, rel=1e-5)
+
+
+def test_every_token_is_noted_where_no_alternative_is_asked_for() -> None:
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=0))
+    tokens = list(World().generate(9, sampler))
+    assert [noted.token_id for noted in sampler.noted] == tokens
+
+
+def test_a_token_that_cannot_be_noted_forgets_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is the first that nobody knows to be sound."""
+
+    def refused(choice: TokenLogprobs) -> None:
+        raise FloatingPointError
+
+    sampler = Sampler(SamplingParams(temperature=0, logprobs=0))
+    monkeypatch.setattr(sampler, "add", refused)
+    world = World(nan_at=START + 2)
+    with pytest.raises(FloatingPointError):
+        next(world.generate(50, sampler))
+    assert world.state.position == START + 1
+    assert world.state.met_nan
 
 
 @pytest.mark.parametrize("count", [0, 3, 1000])
