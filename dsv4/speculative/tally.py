@@ -183,7 +183,7 @@ class DraftCount:
         """How many steps may be without drafts, and be skipped, up to ``window`` steps before
         drafts are tried again.
         """
-        rests = self.may_rest and self._is_tried and self._chosen == 0
+        rests = self._is_tried and self._chosen == 0
         return max(0, self._tried_again - window - self._steps) if rests else 0
 
     def skip(self) -> None:
@@ -221,7 +221,7 @@ class DraftCount:
     def _expected_seconds(self, count: int) -> float:
         if not self._by_times:
             return _nominal_seconds(count)
-        known = sorted(number for number, times in self._seconds.items() if times)
+        known = sorted(self._seconds)
         medians = [_median(self._seconds[number]) for number in known]
         # More drafts never take less: where it was measured so, the host was late for fewer ones.
         seconds = dict(zip(known, accumulate(medians, max), strict=True))
