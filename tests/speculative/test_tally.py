@@ -116,6 +116,28 @@ def test_times_between_those_that_are_measured_lie_on_a_line() -> None:
     assert count.now == 1
 
 
+def test_the_second_of_five_is_nearer_to_the_first_than_to_the_last() -> None:
+    """Two are always kept: 3 tokens in 2.8 seconds are more than 2 in 2 or 1 in 1."""
+    count = DraftCount(range(6))
+    for _ in range(3 * TRIAL_STEPS):
+        count.add(count.now, min(count.now, 2), {0: 1.0, 1: 2.0, 5: 5.2}[count.now])
+    assert count.now == 2
+
+
+def test_it_is_said_when_drafts_begin_and_cease_to_pay(caplog: pytest.LogCaptureFixture) -> None:
+    """With the share that this went by, in which old drafts count half."""
+    count = DraftCount((0, 5))
+    with caplog.at_level(logging.INFO, "dsv4"):
+        run(count, 2 * CHOICE_STEPS, 1.0, 0.3)
+        assert caplog.messages == []
+        # Of 60 first drafts 30 count, and half of the 62 with those that follow.
+        run(count, 2 * CHOICE_STEPS, 0.0, 0.3)
+        assert caplog.messages == ["drafts: none a step, 15 of 63 first drafts accepted"]
+        run(count, MEASURED_STEPS, 1.0, 0.01)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].startswith("drafts: 5 a step, ")
+
+
 def test_what_the_first_draft_takes_is_measured() -> None:
     """Most of a block's time is there with one draft already."""
     count = DraftCount(range(6))
@@ -130,7 +152,10 @@ def test_what_the_first_draft_takes_is_measured() -> None:
 def test_shares_follow_the_text() -> None:
     count = DraftCount((0, 5))
     assert run(count, 300, 1.0, 0.1)[-1] == 5
-    assert run(count, 4 * CHOICE_STEPS, 0.0, 0.1)[-1] == 0
+    chosen = run(count, 4 * CHOICE_STEPS, 0.0, 0.1)
+    assert chosen[-1] == 0
+    # The number of a text changes seldom.
+    assert (300 + chosen.index(0)) % CHOICE_STEPS == 0
 
 
 @pytest.mark.parametrize(
