@@ -3,6 +3,7 @@ GPU.
 """
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -22,26 +23,34 @@ GPU = torch.device("cuda", 0)
 
 
 class EagerDecoder:
-    """Stands for ``CUDAGraphDecoder`` without a GPU: eager steps, wrong by ``error``."""
+    """Stands for ``CUDAGraphDecoder`` without a GPU: eager steps into the same memory; where
+    ``is_wrong`` one logit of the last step of a self-check is not the eager one.
+    """
 
-    def __init__(self, engine: Engine, mode: Mode, error: float, log: list[str]) -> None:
+    def __init__(self, engine: Engine, mode: Mode, is_wrong: bool, log: list[str]) -> None:
         self.steps = engine.steps
         self.state = engine.state
         self.max_context = engine.max_context
         self.mode = mode
-        self.error = error
+        self.is_wrong = is_wrong
         self.log = log
+        self.seen: list[tuple[int, int]] = []
+        self._logits_TV = torch.empty(1, engine.config.vocab_size)
         log.append(f"capture {mode}")
 
     def replay(self, token: int, position: int) -> Tensor:
         self.log.append(self.mode)
-        assert position == self.state.position
-        return self.steps.decode([token]) + self.error
+        assert position == self.state.position < self.max_context
+        self.seen.append((token, position))
+        self._logits_TV.copy_(self.steps.decode([token]))
+        if self.is_wrong and len(self.seen) % 8 == 0:
+            self._logits_TV[0, 3] = torch.nextafter(self._logits_TV[0, 3], torch.tensor(0.0))
+        return self._logits_TV
 
 
 def choosing(
     monkeypatch: pytest.MonkeyPatch,
-    errors: Sequence[float],
+    wrong: Sequence[bool],
     seconds: Sequence[float],
     max_context: int = 512,
 ) -> tuple[str, list[str], Engine]:
@@ -51,7 +60,7 @@ def choosing(
     made = count()
 
     def make(mode: Mode) -> Any:
-        return EagerDecoder(engine, mode, errors[next(made)], log)
+        return EagerDecoder(engine, mode, wrong[next(made)], log)
 
     clock = iter([0.0, seconds[0], 10.0, 10.0 + seconds[1]])
     monkeypatch.setattr(choose.time, "perf_counter", lambda: next(clock))
@@ -61,36 +70,77 @@ def choosing(
 
 
 @pytest.mark.parametrize(
-    ("errors", "seconds", "chosen"),
+    ("wrong", "seconds", "chosen"),
     [
-        ((0, 0), (1, 2), "split"),
-        ((0, 0), (2, 1), "full"),
-        ((1e-3, 0), (1, 2), "full"),
-        ((0, 1e-3), (2, 1), "split"),
+        ((False, False), (1, 2), "split"),
+        ((False, False), (2, 1), "full"),
+        ((True, False), (1, 2), "full"),
+        ((False, True), (2, 1), "split"),
     ],
 )
 def test_auto_takes_the_fastest_mode_that_is_exact(
     monkeypatch: pytest.MonkeyPatch,
-    errors: tuple[float, float],
+    wrong: tuple[bool, bool],
     seconds: tuple[float, float],
     chosen: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    mode, log, engine = choosing(monkeypatch, errors, seconds)
+    with caplog.at_level(logging.INFO, "dsv4"):
+        mode, log, engine = choosing(monkeypatch, wrong, seconds)
     assert mode == chosen
+    # Of 8 steps each.
+    found = ["different from" if is_wrong else "equal to" for is_wrong in wrong]
+    assert caplog.messages == [
+        f"cuda graph split: {seconds[0] * 125:.2f} ms/token, {found[0]} eager",
+        f"cuda graph full: {seconds[1] * 125:.2f} ms/token, {found[1]} eager",
+    ]
     assert log == ["capture split", "capture full"] + ["split"] * 16 + ["full"] * 16
     assert (engine.position, engine.state.furthest) == (0, 0)
 
 
 def test_auto_refuses_when_no_mode_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no mode reproduces the eager logits"):
-        choosing(monkeypatch, (1e-3, 1e-3), (1, 1))
+        choosing(monkeypatch, (True, True), (1, 1))
+
+
+def test_a_self_check_is_of_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros of another sign are another computation."""
+    engine = tiny_engine(small_config((0, 4), 0))
+    zeros_TV = torch.zeros(1, engine.config.vocab_size)
+    monkeypatch.setattr(engine.steps, "decode", lambda token_ids: zeros_TV)
+
+    def make(mode: Mode) -> Any:
+        made: Any = EagerDecoder(engine, mode, False, [])
+        made.replay = lambda token, position: -zeros_TV
+        return made
+
+    steps: Any = engine.steps
+    with pytest.raises(UserError, match="no mode reproduces the eager logits"):
+        choose.build_decoder("auto", steps, engine.max_context, make)
+
+
+def test_a_self_check_completes_windows_and_spreads_its_tokens() -> None:
+    """Of both ratios, 4 and 128."""
+    engine = tiny_engine(small_config((0, 4), 0))
+    made: list[EagerDecoder] = []
+
+    def make(mode: Mode) -> Any:
+        made.append(EagerDecoder(engine, mode, False, []))
+        return made[-1]
+
+    steps: Any = engine.steps
+    choose.build_decoder("auto", steps, engine.max_context, make)
+    for decoder in made:
+        tokens, positions = zip(*decoder.seen, strict=True)
+        assert len(set(tokens)) == 8
+        assert {position % 128 for position in positions} >= {127, 0}
 
 
 @pytest.mark.parametrize("max_context", [1, 5, 125])
 def test_auto_checks_itself_in_a_short_context(
     monkeypatch: pytest.MonkeyPatch, max_context: int
 ) -> None:
-    mode, log, _ = choosing(monkeypatch, (0, 0), (2, 1), max_context)
+    mode, log, _ = choosing(monkeypatch, (False, False), (2, 1), max_context)
     assert (mode, len(log)) == ("full", 2 + 4 * min(max_context, 8))
 
 
@@ -100,7 +150,7 @@ def test_a_mode_that_is_asked_for_is_not_checked(mode: Mode) -> None:
     log: list[str] = []
 
     def make(mode: Mode) -> Any:
-        return EagerDecoder(engine, mode, 1.0, log)
+        return EagerDecoder(engine, mode, True, log)
 
     steps: Any = engine.steps
     assert choose.build_decoder(mode, steps, 64, make).mode == mode
