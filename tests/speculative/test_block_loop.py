@@ -3,8 +3,6 @@ and what is taken back.
 """
 
 from collections.abc import Sequence
-from itertools import count, groupby
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from dsv4.ops.sampling import NAN_TOKEN
 from dsv4.sampling import Sampler
 from dsv4.speculative.tally import DraftCount
 from tests.ops.channel.made import lost_words, wait_for_trapped
-from tests.speculative.world import START, WINDOW, ChangingCount, World
+from tests.speculative.world import START, ChangingCount, World
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 5, 7])
@@ -92,6 +90,31 @@ def test_what_steps_have_overwritten_is_known_behind_an_interruption(
     assert world.state.undoable_tokens >= 0
 
 
+def test_a_run_counts_nothing_that_an_interrupted_one_has_queued() -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    world: Any = World(5)
+    world.verify = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(world.generate(40))
+    assert world.state.furthest == START + 6
+    world.state.resume(START, START)
+    assert list(world.generate(0)) == []
+    assert world.state.furthest == START
+
+
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_the_pieces_of_a_step_are_queued_in_their_order(drafts: int) -> None:
+    """The times of drafting and of verifying are between the marks."""
+    world = World(drafts)
+    next(world.generate(40))
+    made = ["draft"] if drafts else []
+    step = ["begin", *made, "drafted", "pass on", "verify", "settled", "rejected"]
+    assert world.queued == step * 2
+    assert world.ends == [START + drafts + 1, START + 2 * (drafts + 1)]
+
+
 def test_steps_choose_by_the_settings_of_the_run() -> None:
     world = World(5)
     next(world.generate(40, Sampler(SamplingParams(seed=7))))
@@ -130,58 +153,40 @@ def test_steps_are_those_of_a_run_with_more_tokens(choices: Sequence[int]) -> No
         assert found == longest[: len(found)]
 
 
-def test_drafts_that_do_not_pay_rest_until_the_window_before_their_next_trial(
+def test_the_number_of_drafts_goes_by_the_whole_time_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(perf_counter=count().__next__)
-    monkeypatch.setattr("dsv4.speculative.resting.time", clock)
-    world = World(None, most=5, context=2000)
-    world.wrong = [True] * 2010
-    tokens = world.generate_with_rests(1500)
-    assert list(tokens) == world.text[START + 1 : START + 1501]
-    world.expect_at(START + 1500)
-    stats = world.tally.stats()
-    assert (stats.tokens, stats.verify_seconds) == (1500, stats.steps)
-    lengths = [tokens for _, tokens in world.log]
-    runs = [(tokens, len([*same])) for tokens, same in groupby(lengths)]
-    # Both trials of a number, with a step in the queue that is known too late, then none, alone,
-    # and the window again with its rows.
-    rests = [count for tokens, count in runs if tokens == 0]
-    assert rests[:3] == [pause - WINDOW for pause in (128, 256, 512)]
-    behind = [runs[place + 1 : place + 3] for place, run in enumerate(runs) if run[0] == 0][:3]
-    assert [[tokens for tokens, _ in run] for run in behind] == [[1, 6]] * 3
-    assert all(run[0][1] == WINDOW for run in behind)
-
-
-def test_a_run_may_end_soon_behind_a_rest() -> None:
-    world = World(None, most=5, context=2000)
-    world.wrong = [True] * 2010
-    assert list(world.generate_with_rests(130)) == world.text[START + 1 : START + 131]
-    world.expect_at(START + 130)
-    assert [tokens for _, tokens in world.log[-5:]] == [0, 1, 1, 1, 1]
-
-
-def test_a_caller_that_leaves_while_drafts_rest_leaves_the_tokens_it_took() -> None:
-    world = World(None, most=5, context=2000)
-    world.wrong = [True] * 2010
-    tokens = world.generate_with_rests(1500)
-    for _ in range(60):
-        next(tokens)
-    assert world.log[-1][1] == 0
-    tokens.close()
-    world.expect_at(START + 60)
-    assert world.state.draft is not None
-    assert not world.state.draft.covers(START + 60)
+    """That of drafting, and that of verifying."""
+    noted = []
+    world = World(5)
+    monkeypatch.setattr(world.count, "add", lambda *numbers: noted.append(numbers))
+    list(world.generate(20))
+    assert {seconds for _, _, seconds in noted} == {1.25}
 
 
 def test_the_host_is_a_step_behind_where_caches_can_take_two_steps_back() -> None:
-    for drafts, more, ahead in ((5, 0, 2), (5, 1, 1), (6, 0, 1)):
-        world = World(drafts, most=7)
-        world.count = ChangingCount([drafts, drafts + more])
+    for first, second, ahead in ((5, 5, 2), (5, 6, 1), (6, 6, 1), (0, 5, 2)):
+        world = World(second, most=7)
+        world.count = ChangingCount([first, second])
         tokens = world.generate(60)
         next(tokens)
         assert len(world.log) == ahead
         tokens.close()
+
+
+def test_an_interruption_of_the_last_wait_leaves_the_tokens_that_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    world = World(5)
+    tokens = world.generate(60)
+    next(tokens)
+    monkeypatch.setattr(world.state, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens.close()
+    world.expect_at(START + 1)
 
 
 def test_words_that_did_not_come_are_named() -> None:
@@ -190,17 +195,6 @@ def test_words_that_did_not_come_are_named() -> None:
     world.read = wait_for_trapped
     with pytest.raises(RuntimeError, match="words of cuda:3 for cuda:1 did not come"):
         next(world.generate(40))
-
-
-def test_nan_of_a_step_that_a_rest_leaves_unread_does_not_end_the_run() -> None:
-    """Drafts pay for some time, and the step behind the last one that is read has some."""
-    for place in range(START + 190, START + 200):
-        world = World(5, context=2000)
-        world.count = DraftCount((0, 5), by_times=False)
-        world.wrong = [at > START + 120 for at in range(2010)]
-        world.nan[place] = True
-        assert list(world.generate_with_rests(250)) == world.text[START + 1 : START + 251]
-        assert 0 in [tokens for _, tokens in world.log]
 
 
 def test_nan_without_drafts_ends_the_run_behind_the_token_that_met_it() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4 import SamplingParams
 from dsv4.ops.sampling import NAN_TOKEN
+from dsv4.speculative.block_ring import Given
 from dsv4.weights.parameters import MtpKind
 from tests.model.tiny import random_ids
 from tests.speculative.models import KINDS, drafted_engine, plain_engine
@@ -82,6 +83,27 @@ def test_what_is_queued_behind_nan_of_drafts_is_not_read_in_its_place() -> None:
     world.count = ChangingCount([5, 5, 0, 5])
     assert list(world.generate(40)) == world.text[START + 1 : START + 41]
     assert (START + 6, 1) in world.log
+    world.expect_at(START + 40)
+
+
+@pytest.mark.parametrize("reads", [1, 2, 5])
+def test_where_another_rank_met_nan_a_step_goes_on_behind_the_last_token_that_all_kept(
+    reads: int,
+) -> None:
+    """This one has kept tokens by then, and has run the next step."""
+    world: Any = World(5)
+    world.wrong = [place % 4 == 0 for place in range(400)]
+    read = world.read
+    left = reads
+
+    def read_of_all(position: int) -> Given:
+        nonlocal left
+        left -= 1
+        given = read(position)
+        return given if left else given._replace(tokens=[])
+
+    world.read = read_of_all
+    assert list(world.generate(40)) == world.text[START + 1 : START + 41]
     world.expect_at(START + 40)
 
 

@@ -48,6 +48,9 @@ class World:
         self.wrong = [False] * 2010
         self.nan = [False] * 2010
         self.log: list[Any] = []
+        # What is queued of steps, and how long the sequence may be behind each.
+        self.queued: list[str] = []
+        self.ends: list[int] = []
         engine = EngineConfig(device="cpu", max_context=2048)
         self.state = DecodeState.allocate(CONFIG, engine, 2048, (CPU,) * CONFIG.num_hidden_layers)
         self.state.draft = allocate_draft(CONFIG, engine, ("classic", 1), CPU)
@@ -60,7 +63,8 @@ class World:
         self.count = DraftCount(range(most + 1) if drafts is None else (drafts,))
         self.tally = Tally(most)
         self._drafts: list[int] = []
-        self._queued: deque[int] = deque()
+        # The ring as it is when a step is done: the host may look at once.
+        self._unread: deque[torch.Tensor] = deque()
         self.sampler = SamplerState.allocate(CPU)
         ring: Any = self
         self.loop = BlockLoop(self.state, self.sampler, ring, context, self.rejected)
@@ -102,18 +106,21 @@ class World:
 
     # The queue.
     def feed(self, tokens: int) -> Any:
-        return SimpleNamespace(put=self.put, pass_on=lambda: None)
+        return SimpleNamespace(put=self.put, pass_on=lambda: self.queued.append("pass on"))
 
     def put(self, tokens: list[int]) -> None:
         self.next_1.fill_(tokens[0])
 
     def draft(self, count: int) -> None:
+        self.queued.append("draft")
         first = int(self.place[0] - self.place[1]) + 1
         self._drafts = [
             (self.text[place] + self.wrong[place]) % 251 for place in range(first, first + count)
         ]
 
     def verify(self, tokens: int, end: int) -> None:
+        self.queued.append("verify")
+        self.ends.append(end)
         position_1, rejected_1 = self.place
         first = int(position_1 - rejected_1)
         assert int(self.next_1) == max(self.text[first], 0), "the step reads the last token"
@@ -144,27 +151,30 @@ class World:
         settle_block(judged, behind, self.place, self.next_1, self.ring_3R, nan_1)
 
     def rejected(self) -> None:
-        """There is one device."""
+        self.queued.append("rejected")
 
     # The ring.
     def begin(self) -> None:
-        self._queued.append(0)
-        assert len(self._queued) <= 2
+        self.queued.append("begin")
+        self._unread.append(torch.empty(0))
+        assert len(self._unread) <= 2
 
     def mark_drafted(self) -> None:
-        """Everything is done at once."""
+        self.queued.append("drafted")
 
-    mark_settled = mark_drafted
+    def mark_settled(self) -> None:
+        self.queued.append("settled")
+        self._unread[-1] = self.ring_3R.clone()
 
     def read(self, position: int) -> Given:
-        self._queued.popleft()
-        count, drafted = (int(self.ring_3R[row, position % SLOTS]) for row in (1, 2))
+        ring_3R = self._unread.popleft()
+        count, drafted = (int(ring_3R[row, position % SLOTS]) for row in (1, 2))
         places = range(position + 1, position + 1 + count)
-        tokens = [int(self.ring_3R[0, place % SLOTS]) for place in places]
-        return Given(tokens, drafted, (1.0, 1.0))
+        tokens = [int(ring_3R[0, place % SLOTS]) for place in places]
+        return Given(tokens, drafted, (0.25, 1.0))
 
     def forget(self) -> None:
-        self._queued.clear()
+        self._unread.clear()
 
     def expect_at(self, position: int) -> None:
         """Host and device stand there, with nothing pending."""
