@@ -27,7 +27,7 @@ class PromptChunks:
     """
 
     largest: int
-    devices: int = 1
+    devices: int
 
     def cut(self, token_ids: list[int]) -> list[list[int]]:
         """The chunks of a prompt; none of an empty one."""

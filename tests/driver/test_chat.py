@@ -184,7 +184,7 @@ def test_without_a_word_of_the_answer_the_question_is_forgotten(
         else:
             bar: Any = lambda *_: signal.raise_signal(signal.SIGINT)  # noqa: E731
             patch.setattr("dsv4.cli.chat.chat.ProgressBar.__call__", bar)
-        monkeypatch.setattr(engine, "prompt_chunks", PromptChunks(5))
+        monkeypatch.setattr(engine, "prompt_chunks", PromptChunks(5, 1))
         chat.tell("What is the capital of France?")
     monkeypatch.undo()
     assert "the answer has no word yet, so the question is forgotten" in capsys.readouterr().err
