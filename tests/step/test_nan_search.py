@@ -1,0 +1,88 @@
+"""What a step is refused for, and which token a fault is of."""
+
+import math
+from collections.abc import Generator
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4 import Engine
+from tests.model.tiny import random_ids, tiny_engine
+
+PROMPT = random_ids(6)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = tiny_engine(max_context=256, prefill_chunk=256)
+    engine.prefill(PROMPT)
+    return engine
+
+
+@pytest.mark.parametrize("row", [[0.0, -math.inf], [-math.inf, 1e38]])
+def test_tokens_that_cannot_follow_are_no_fault(engine: Engine, row: list[float]) -> None:
+    logits_TV = torch.tensor([[0.0, 1.0], row])
+    assert engine._nan.checked(logits_TV, PROMPT) is logits_TV
+
+
+@pytest.mark.parametrize("faulty", [[-math.inf] * 2, [0.0, math.inf], [0.0, math.nan]])
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_row_has_a_token_that_can_follow(
+    engine: Engine, faulty: list[float], place: int
+) -> None:
+    rows = [[0.0, 1.0], [0.0, 1.0]]
+    rows[place] = faulty
+    with pytest.raises(FloatingPointError, match="^NaN after 6 tokens$"):
+        engine._nan.checked(torch.tensor(rows), PROMPT)
+    assert engine.position == 0
+
+
+def test_a_run_that_is_closed_is_closed_at_once(engine: Engine) -> None:
+    """Not when the collector comes to it: somebody may still look at it."""
+
+    def counting() -> Generator[int, None, None]:
+        yield from range(9)
+
+    tokens = counting()
+    watched = engine._nan.watched(PROMPT, tokens)
+    assert next(watched) == 0
+    watched.close()
+    assert getgeneratorstate(tokens) == GEN_CLOSED
+
+
+def test_a_fault_far_inside_a_chunk_is_named_by_its_token(engine: Engine) -> None:
+    prompt = [token % 80 for token in random_ids(200)]
+    prompt[195] = prompt[197] = 88
+    table: Any = engine.model.embed.table_VE
+    table[88] = math.nan
+    with pytest.raises(FloatingPointError, match="^NaN in .*streams at position 195$"):
+        next(engine.generate(prompt, 4))
+
+
+def test_of_logits_only_those_of_the_last_token_count(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has asked for the others."""
+    logits = engine.steps.logits
+
+    def infinite(hidden_TE: torch.Tensor) -> torch.Tensor:
+        return logits(hidden_TE) + math.inf
+
+    monkeypatch.setattr(engine.steps, "logits", infinite)
+    engine.reset()
+    with pytest.raises(FloatingPointError, match="^infinity in logits at position 199$"):
+        engine.prefill(random_ids(200))
+
+
+def test_where_no_memory_is_left_for_a_traced_step_the_error_has_no_name(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def traced(_watch: object) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine.steps, "traced", traced)
+    with pytest.raises(FloatingPointError, match="^NaN after 6 tokens$"):
+        engine._nan.checked(torch.tensor([math.nan]), PROMPT)
+    assert engine.position == 0
