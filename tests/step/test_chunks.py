@@ -2,11 +2,15 @@
 chunks pass through one after another.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.step.chunks import PromptChunks
+from dsv4.step.chunks import PromptChunks, run_chunks, split_ids
 
 
 def lengths(tokens: int, largest: int, devices: int) -> list[int]:
@@ -57,3 +61,39 @@ def test_lengths_of_usual_prompts(tokens: int, devices: int, length: int) -> Non
 def test_short_chunks_are_not_halved() -> None:
     assert lengths(1000, 500, 8) == [500, 500]
     assert lengths(1000, 1, 8) == [1] * 1000
+
+
+def test_sizes_that_are_asked_for_are_taken_as_far_as_they_may_be() -> None:
+    assert split_ids([*range(10)], [7, 3], 4) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    expected = r"^chunk_sizes: found \[7, 4\], expected positive integers that sum to 10$"
+    with pytest.raises(ValueError, match=expected):
+        split_ids([*range(10)], [7, 4], 4)
+
+
+def test_the_host_waits_for_the_oldest_of_too_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it tells of a chunk comes behind that."""
+    log: list[object] = []
+
+    class Event:
+        """Behind a chunk: its stand-in for hidden states names it as their device."""
+
+        def record(self, chunk: object) -> None:
+            self.chunk = chunk
+            log.append(f"queued {chunk}")
+
+        def synchronize(self) -> None:
+            log.append(f"waited for {self.chunk}")
+
+    def run(chunk: Any) -> Any:
+        return SimpleNamespace(is_cuda=True, device=chunk)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    chunks = [[0, 1], [2], [3]]
+    found: Any = run_chunks(run, chunks, 1, lambda done, total: log.append((done, total)))
+    assert found.device == [3]
+    assert log == [
+        *("queued [0, 1]", (2, 4)),
+        *("queued [2]", "waited for [0, 1]", (3, 4)),
+        *("queued [3]", "waited for [2]", (4, 4)),
+    ]
