@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv4 import Engine
+from dsv4.layers.values import Watch
 from tests.model.tiny import random_ids, tiny_engine
 
 PROMPT = random_ids(6)
@@ -52,13 +53,43 @@ def test_a_run_that_is_closed_is_closed_at_once(engine: Engine) -> None:
     assert getgeneratorstate(tokens) == GEN_CLOSED
 
 
-def test_a_fault_far_inside_a_chunk_is_named_by_its_token(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "what"), [(math.nan, math.inf, "NaN"), (math.inf, math.nan, "infinity")]
+)
+def test_a_fault_far_inside_a_chunk_is_named_by_its_token(
+    engine: Engine, first: float, second: float, what: str
+) -> None:
     prompt = [token % 80 for token in random_ids(200)]
-    prompt[195] = prompt[197] = 88
+    prompt[195] = 87
+    prompt[197] = 88
     table: Any = engine.model.embed.table_VE
-    table[88] = math.nan
-    with pytest.raises(FloatingPointError, match="^NaN in .*streams at position 195$"):
+    table[87:, 0] = torch.tensor([first, second])
+    with pytest.raises(FloatingPointError, match=f"^{what} in .*streams at position 195$"):
         next(engine.generate(prompt, 4))
+
+
+def test_a_compressed_entry_is_named_by_the_token_that_completes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The entry 27 of 4 tokens each, in a chunk that begins inside the entry 24."""
+    engine = tiny_engine(max_context=256, prefill_chunk=99)
+    state = engine.state
+
+    def traced(watch: Watch) -> Any:
+        def run(token_ids: list[int]) -> torch.Tensor:
+            entries = torch.zeros(len(token_ids) // 4, 2)
+            assert state.position == 99
+            entries[3, 0] = math.nan
+            watch.seen("layers.1.attn.compressed", entries)
+            state.advance(len(token_ids))
+            return torch.zeros(len(token_ids), engine.config.hidden_size)
+
+        return run
+
+    monkeypatch.setattr(engine.steps, "traced", traced)
+    place = "layers.1.attn.compressed at position 111"
+    with pytest.raises(FloatingPointError, match=f"^NaN in {place}$"):
+        engine._nan.checked(torch.tensor([math.nan]), random_ids(150))
 
 
 def test_of_logits_only_those_of_the_last_token_count(
