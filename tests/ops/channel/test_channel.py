@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from dsv4.channels import Channels, naming_lost_words
+from dsv4.channels import COUNT_BYTES, Channels, naming_lost_words
 from dsv4.turns import Turns
 from tests.ops.channel.made import RECEIVER, SENDER, channels_on_cpu, lost_words, wait_for_trapped
 
@@ -25,6 +25,8 @@ def test_every_end_has_a_count_of_its_own() -> None:
     ends = [channels.between(*ends) for ends in WAYS]
     counts = [count for one in ends for count in (one.sent_1, one.received_1)]
     assert len({count.data_ptr() for count in counts}) == 4
+    memory = [count.untyped_storage() for count in counts]
+    assert sum({one.data_ptr(): one.nbytes() for one in memory}.values()) == 4 * COUNT_BYTES
     assert channels.all == tuple(ends)
 
 
