@@ -92,8 +92,9 @@ def lose(channels: Channels | None) -> None:
 
 def test_words_that_did_not_come_are_named() -> None:
     expected = r"^CUDA error: words of cuda:3 for cuda:1 did not come \(use 77\)$"
-    with pytest.raises(RuntimeError, match=expected):
+    with pytest.raises(RuntimeError, match=expected) as found:
         lose(lost_words())
+    assert isinstance(found.value.__cause__, torch.AcceleratorError)
     for channels in (channels_on_cpu(), None):
         with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
             lose(channels)
