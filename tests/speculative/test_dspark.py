@@ -11,6 +11,7 @@ from dsv4.caches.draft import DraftState
 from dsv4.layers.dspark import Drafts, DSpark
 from dsv4.ops import TORCH
 from dsv4.ops.drafts import TORCH_DRAFTS
+from dsv4.speculative.drafter import Proposal
 from tests.model.tiny import random_ids
 from tests.speculative.formula import DSparkFormula
 from tests.speculative.models import assert_near, drafted_config, drafted_engine, drafted_weights
@@ -44,8 +45,22 @@ def drafts_of(engine: Engine, anchor: int) -> Drafts:
     return module.draft(TORCH_DRAFTS, block, ids[:1], lambda _, logits_V: logits_V.argmax()[None])
 
 
+@torch.inference_mode()
+def proposal_of(engine: Engine, anchor: int, count: int) -> Proposal:
+    """As a step asks for them."""
+
+    def largest(logits_V: Tensor, position: int) -> Tensor:
+        return logits_V.argmax()
+
+    drafter = engine.steps.drafter  # pyright: ignore[reportAttributeAccessIssue]
+    return drafter.propose(anchor, engine.position, count, largest)
+
+
 def check(engine: Engine, formula: DSparkFormula, taps: list[Tensor], anchor: int) -> None:
     found = drafts_of(engine, anchor)
+    proposed = proposal_of(engine, anchor, 5)
+    assert proposed.tokens == found.tokens_B.tolist()
+    assert torch.equal(proposed.logits_NV, found.logits_BV)
     z_BE, base_BV = formula.block([tap[: engine.position] for tap in taps], anchor)
     previous = anchor
     for slot, token in enumerate(found.tokens_B.tolist()):
@@ -106,16 +121,8 @@ def test_the_longest_rewind_behind_a_long_prompt_finds_its_window(
 
 def test_fewer_drafts_are_the_first_of_a_whole_block() -> None:
     engine = drafted_engine("dspark", draft_tokens=2)
-    ids = random_ids(20)
-    engine.prefill(ids)
-    drafter = engine.steps.drafter  # pyright: ignore[reportAttributeAccessIssue]
-
-    def largest(logits_V: Tensor, position: int) -> Tensor:
-        return logits_V.argmax()
-
-    with torch.inference_mode():
-        two = drafter.propose(7, 20, 2, largest)
-        five = drafter.propose(7, 20, 5, largest)
+    engine.prefill(random_ids(20))
+    two, five = (proposal_of(engine, 7, count) for count in (2, 5))
     assert len(two.tokens) == 2
     assert two.tokens == five.tokens[:2]
     assert torch.equal(two.logits_NV, five.logits_NV[:2])
