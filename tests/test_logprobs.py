@@ -125,6 +125,16 @@ def test_a_prompt_is_ranked_as_its_logits_say(engine: Engine, tokens: int) -> No
         assert one.top[2][1] == pytest.approx(expected.top[2][1], abs=1e-5)
 
 
+def test_a_long_chunk_of_a_prompt_is_ranked_as_short_ones_are(engine: Engine) -> None:
+    """Rows of 8 at a time."""
+    prompt = random_ids(21)
+    long = tiny_engine(max_context=64, prefill_chunk=64)
+    pairs = zip(long.prompt_logprobs(prompt, 1), engine.prompt_logprobs(prompt, 1), strict=True)
+    for found, expected in pairs:
+        assert found.token_id == expected.token_id
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
+
+
 def test_what_follows_a_ranked_prompt_is_what_follows_any(engine: Engine) -> None:
     greedy = SamplingParams(temperature=0)
     expected = list(engine.generate(random_ids(20), 6, greedy, NO_STOP))
