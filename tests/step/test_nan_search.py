@@ -95,7 +95,7 @@ def test_a_compressed_entry_is_named_by_the_token_that_completes_it(
 def test_of_logits_only_those_of_the_last_token_count(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has asked for the others."""
+    """Nobody has asked for the others, though a traced step may look the same."""
     logits = engine.steps.logits
 
     def infinite(hidden_TE: torch.Tensor) -> torch.Tensor:
@@ -103,8 +103,8 @@ def test_of_logits_only_those_of_the_last_token_count(
 
     monkeypatch.setattr(engine.steps, "logits", infinite)
     engine.reset()
-    with pytest.raises(FloatingPointError, match="^infinity in logits at position 199$"):
-        engine.prefill(random_ids(200))
+    with pytest.raises(FloatingPointError, match="^infinity in logits at position 191$"):
+        engine.prefill([5] * 192)
 
 
 def test_where_no_memory_is_left_for_a_traced_step_the_error_has_no_name(
