@@ -51,7 +51,7 @@ def test_several_devices_take_the_fastest_halving(tokens: int, devices: int) -> 
     ("tokens", "devices", "length"),
     [
         *((1024, 2, 1024), (2048, 2, 1024), (8192, 2, 2048)),
-        *((512, 8, 256), (2048, 8, 512), (8192, 8, 1024)),
+        *((512, 8, 256), (1280, 8, 256), (2048, 8, 512), (8192, 8, 1024)),
     ],
 )
 def test_lengths_of_usual_prompts(tokens: int, devices: int, length: int) -> None:
