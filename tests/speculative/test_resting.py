@@ -1,7 +1,9 @@
 """Rests of drafts on stand-ins for the devices: when they begin and end, and what they leave."""
 
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import count, groupby
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,24 @@ def test_a_run_may_end_anywhere_in_a_rest() -> None:
         world.expect_at(START + steps)
         lasts.append([tokens == 0 for _, tokens in world.log[-2:]])
     assert [False, True] in lasts
+
+
+def test_leaving_ends_at_once_what_makes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the collector comes to it: somebody may still look at it."""
+    followed: list[Any] = []
+    world = World(5)
+    generate = world.loop.generate
+
+    def watched(*asked: Any) -> Any:
+        followed.append(generate(*asked))
+        return followed[-1]
+
+    monkeypatch.setattr(world.loop, "generate", watched)
+    tokens = world.generate_with_rests(40)
+    next(tokens)
+    tokens.close()
+    assert [getgeneratorstate(one) for one in followed] == [GEN_CLOSED]
+    world.expect_at(START + 1)
 
 
 def test_drafts_follow_a_run_that_did_not_rest() -> None:
