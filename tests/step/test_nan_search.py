@@ -68,6 +68,31 @@ def test_a_fault_far_inside_a_chunk_is_named_by_its_token(
         next(engine.generate(prompt, 4))
 
 
+def test_nothing_is_traced_behind_the_piece_with_the_first_fault(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    traced = engine.steps.traced
+
+    def counted(watch: Watch) -> Any:
+        run = traced(watch)
+
+        def counting(token_ids: list[int]) -> torch.Tensor:
+            ran.extend(token_ids)
+            return run(token_ids)
+
+        return counting
+
+    monkeypatch.setattr(engine.steps, "traced", counted)
+    table: Any = engine.model.embed.table_VE
+    table[88] = math.nan
+    prompt = [token % 80 for token in random_ids(200)]
+    prompt[70] = 88
+    with pytest.raises(FloatingPointError, match="at position 70$"):
+        next(engine.generate(prompt, 4))
+    assert 70 < len(ran) < 200
+
+
 def test_a_compressed_entry_is_named_by_the_token_that_completes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
