@@ -86,6 +86,7 @@ def test_one_header_has_the_delay() -> None:
     assert sum(BEGIN in path.read_text() for path in sources(PACKAGE)) == 1
 
 
+@pytest.mark.slow
 def test_a_delayed_kernel_is_another_one_that_compiles(folder: Path) -> None:
     code = "from dsv4.launch.compiler import compile_source as compile; "
     code += "print(len(compile('channel/channel', 'sm_90a', (('EARLY', 0),)).cubin))"
