@@ -85,6 +85,22 @@ def test_one_common_device_is_enough_to_wait_for_all(world: World) -> None:
     assert world.take("c", third) == [["a0", "a1"]]
 
 
+def test_every_engine_that_was_last_on_one_of_the_devices_is_waited_for(world: World) -> None:
+    world.take("a", Turns(GPUS[:1]))
+    world.take("b", Turns(GPUS[1:2]))
+    assert world.take("c", Turns(GPUS[:2])) == [["a0", "b1"], ["a0", "b1"]]
+
+
+def test_what_an_interrupted_turn_has_queued_is_waited_for(world: World) -> None:
+    def interrupted(own: Turns) -> None:
+        with own.taken():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Turns(GPUS[:1]))
+    assert world.take("b", Turns(GPUS[:1])) == [["a0"]]
+
+
 def test_the_work_of_an_engine_that_is_gone_is_waited_for(world: World) -> None:
     world.take("a", Turns(GPUS[:2]))
     assert world.take("b", Turns(GPUS[:2])) == [["a0", "a1"], ["a0", "a1"]]
