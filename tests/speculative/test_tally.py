@@ -251,3 +251,11 @@ def test_counts_are_kept_by_position() -> None:
     assert stats.acceptance == (2 / 3, 1 / 2, 0.0, 0.0)
     assert stats.draft_seconds == pytest.approx(0.3)
     assert stats.verify_seconds == pytest.approx(0.8)
+
+
+def test_a_rate_needs_one_step() -> None:
+    tally = Tally(5)
+    none = tally.stats()
+    assert (none.steps, none.tokens_per_step, none.acceptance) == (0, None, ())
+    tally.add(3, 1, 2, (0.1, 0.2))
+    assert tally.stats().tokens_per_step == 2
