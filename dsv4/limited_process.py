@@ -116,8 +116,8 @@ def _signals_wait() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            before[came[0]](came[0], None)
+        for number in came:
+            before[number](number, None)
 
 
 def _ends_within(
