@@ -51,7 +51,7 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
     except TypeError:
         raise UserError(f"{name}: found {shorten(value)}, expected {expected}") from None
     if number < low or (high is not None and number > high):
-        raise UserError(f"{name}: found {number}, expected {expected}")
+        raise UserError(f"{name}: found {shorten(number)}, expected {expected}")
     return number
 
 
