@@ -81,9 +81,11 @@ def test_ids_that_are_not_of_the_model_are_refused(ids: Any, least: int, expecte
     assert str(caught.value) == f"stops: {expected}"
 
 
-def test_the_first_and_the_last_id_of_a_vocabulary_are_taken() -> None:
+def test_one_id_of_the_vocabulary_is_enough_and_none_only_where_that_is_said() -> None:
     assert check_ids(iter((0, 88)), 89) == [0, 88]
     assert check_ids([], 89, at_least=0) == []
+    with pytest.raises(UserError, match="token_ids: found none, expected at least 1"):
+        check_ids([], 89)
 
 
 def test_a_sequence_may_fill_the_context() -> None:

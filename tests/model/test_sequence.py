@@ -1,0 +1,117 @@
+"""The sequence of an engine: what every call that moves it leaves of a run and of NaN."""
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4 import Engine, SamplingParams
+from dsv4.checkpoint.state_file import SavedState
+from tests.model.tiny import random_ids, tiny_engine
+
+GREEDY = SamplingParams(temperature=0)
+NO_STOP: frozenset[int] = frozenset()
+PROMPT = random_ids(10)
+AHEAD = 5
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine(max_context=64, prefill_chunk=16)
+
+
+@pytest.fixture(scope="module")
+def saved(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state behind 7 tokens."""
+    path = tmp_path_factory.mktemp("state") / "seven"
+    engine.reset()
+    engine.prefill(PROMPT[:7])
+    engine.save_state(path)
+    return path
+
+
+@pytest.fixture
+def run(engine: Engine, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[int, None, None]:
+    """A run that has given two tokens, the second from the first of several steps queued ahead."""
+
+    def following(*_: Any) -> Generator[int, None, None]:
+        start = engine.position
+        try:
+            engine.state.advance(AHEAD)
+            yield from range(3, 3 + AHEAD)
+        finally:
+            engine.state.set_position(start + 1)
+
+    monkeypatch.setattr(engine, "following", following)
+    tokens = engine.generate(PROMPT, 20, GREEDY, NO_STOP, reuse=True)
+    assert [next(tokens), next(tokens)][1] == 3
+    assert engine.position == 10 + AHEAD
+    return tokens
+
+
+MOVES: dict[str, tuple[Callable[[Engine, Path], Any], int]] = {
+    "reset": (lambda engine, _: engine.reset(), 0),
+    "rewind": (lambda engine, _: engine.rewind(1), 10),
+    "rewind_to": (lambda engine, _: engine.rewind_to(10), 10),
+    "rewind_to the beginning": (lambda engine, _: engine.rewind_to(0), 0),
+    "save_state": (lambda engine, saved: engine.save_state(saved.with_name("again")), 11),
+    "load_state": (lambda engine, saved: engine.load_state(saved), 7),
+    "prefill": (lambda engine, _: engine.prefill([3, 4]), 13),
+    "decode": (lambda engine, _: engine.decode([3, 4]), 13),
+    "logits": (lambda engine, _: engine.logits([3, 4]), 2),
+    "prompt_logprobs": (lambda engine, _: engine.prompt_logprobs([3, 4], 1), 2),
+    "trace": (lambda engine, _: engine.trace([3, 4], ["hidden"]), 2),
+    "generate": (lambda engine, _: engine.generate([3, 4], 1), 0),
+    "generate with reuse": (lambda engine, _: engine.generate([3, 4], 1, reuse=True), 11),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_steps_that_were_queued_ahead_are_taken_back_before_a_sequence_moves(
+    move: str, engine: Engine, saved: Path, run: Generator[int, None, None]
+) -> None:
+    call, position = MOVES[move]
+    call(engine, saved)
+    assert engine.position == len(engine.token_ids) == position
+    with pytest.raises(RuntimeError, match="used for something else"):
+        next(run)
+    assert engine.position == position
+
+
+@pytest.mark.usefixtures("run")
+def test_a_state_has_the_tokens_that_were_yielded(engine: Engine, tmp_path: Path) -> None:
+    yielded = engine.token_ids
+    engine.save_state(tmp_path / "state", {"a": "note"})
+    found = SavedState.open(tmp_path / "state")
+    assert found.token_ids == yielded[:11]
+    assert found.notes == {"a": "note"}
+
+
+@pytest.mark.parametrize("move", ["reset", "rewind_to the beginning", "load_state", "logits"])
+def test_a_new_sequence_has_met_no_nan(move: str, engine: Engine, saved: Path) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    engine.state.nan_1.fill_(1)
+    MOVES[move][0](engine, saved)
+    assert not engine.state.met_nan
+
+
+def test_nothing_of_no_prompt_can_be_reused(engine: Engine) -> None:
+    assert [engine.reusable_tokens(ids) for ids in ([], PROMPT[:1])] == [0, 0]
+
+
+def test_a_load_that_is_interrupted_leaves_the_ids_of_the_rows(
+    engine: Engine, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = SavedState.restore
+
+    def interrupted(state: SavedState, *arguments: Any) -> None:
+        restore(state, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SavedState, "restore", interrupted)
+    engine.logits(random_ids(12, seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_state(saved)
+    assert engine.token_ids == PROMPT[:7]
