@@ -241,6 +241,10 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "all log-probabilities": (lambda e: e.prompt_logprobs([3, 4], None), "count: found None"),  # type: ignore[arg-type]
     "half a position": (lambda e: e.rewind_to(0.5), "position: found 0.5, expected an integer"),  # type: ignore[arg-type]
+    "a position before the beginning": (
+        lambda e: e.rewind_to(-1),
+        "position: found -1, expected an integer of at least 0",
+    ),
     "a position that is a truth": (lambda e: e.rewind_to(False), "position: found False"),
 }
 
