@@ -138,11 +138,16 @@ HARMLESS: dict[str, Callable[[Engine], Any]] = {
     "a prompt to reuse": lambda e: e.generate([89], 3, GREEDY, NO_STOP, reuse=True),
     "logits": lambda e: e.logits([89]),
     "chunks that do not add up": lambda e: e.logits(SECOND, [1]),
+    "logits beyond the context": lambda e: e.logits([3] * 65),
     "trace": lambda e: e.trace([89]),
+    "a trace beyond the context": lambda e: e.trace([3] * 65),
     "a trace of more tokens": lambda e: e.trace(SECOND, prompt_tokens=99),
     "prompt_logprobs": lambda e: e.prompt_logprobs([89], 0),
+    "a scored prompt beyond the context": lambda e: e.prompt_logprobs([3] * 65, 0),
     "prefill": lambda e: e.prefill([89]),
     "decode": lambda e: e.decode([3] * 9),
+    "a state in no file": lambda e: e.save_state(None),  # type: ignore[arg-type]
+    "a state of no file": lambda e: e.load_state(None),  # type: ignore[arg-type]
 }
 
 
@@ -210,6 +215,10 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "a boolean of torch": (
         lambda e: e.rewind(torch.tensor(True)),  # type: ignore[arg-type]
         "tokens: found tensor(True), ",
+    ),
+    "a prompt that is a boolean": (
+        lambda e: e.trace(FIRST, prompt_tokens=False),
+        "prompt_tokens: found False, expected an integer from 0 to 10",
     ),
     "a boolean": (
         lambda e: e.rewind(False),

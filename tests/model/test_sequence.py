@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dsv4 import Engine, SamplingParams
+from dsv4 import Engine, SamplingParams, UserError
+from dsv4.caches.state import DecodeState
 from dsv4.checkpoint.state_file import SavedState
 from tests.model.tiny import random_ids, tiny_engine
 
@@ -97,8 +98,69 @@ def test_a_new_sequence_has_met_no_nan(move: str, engine: Engine, saved: Path) -
     assert not engine.state.met_nan
 
 
+@pytest.mark.parametrize("move", ["logits", "prompt_logprobs", "trace"])
+def test_tokens_that_are_looked_into_are_a_sequence_that_goes_on(
+    move: str, engine: Engine, saved: Path
+) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    MOVES[move][0](engine, saved)
+    engine.decode([5])
+    assert engine.token_ids == [3, 4, 5]
+
+
 def test_nothing_of_no_prompt_can_be_reused(engine: Engine) -> None:
     assert [engine.reusable_tokens(ids) for ids in ([], PROMPT[:1])] == [0, 0]
+
+
+def test_all_of_a_prompt_but_its_last_token_can_be_reused(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    prompts = (PROMPT, [*PROMPT, 3], PROMPT[:5], [*PROMPT[:4], 88])
+    assert [engine.reusable_tokens(ids) for ids in prompts] == [9, 10, 4, 4]
+    engine.rewind(2)
+    assert engine.reusable_tokens(PROMPT) == 8
+
+
+def test_what_was_fed_past_the_engine_is_not_saved(engine: Engine, tmp_path: Path) -> None:
+    engine.reset()
+    engine.prefill(PROMPT[:3])
+    engine.steps.run([5, 6])
+    expected = "save_state: found 5 tokens, 3 of which the engine was given, expected all"
+    with pytest.raises(UserError, match=expected):
+        engine.save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_ids_of_a_state_are_those_of_the_vocabulary(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    engine.reset()
+    engine.save_state(path)
+    engine.prefill(PROMPT)
+    engine.load_state(path)
+    assert engine.token_ids == []
+    engine.prefill(PROMPT)
+    engine._token_ids[2] = 89
+    engine.save_state(path)
+    with pytest.raises(UserError) as caught:
+        engine.load_state(path)
+    assert str(caught.value) == f"{path}: token_ids: found 89, expected ids from 0 to 88"
+
+
+def test_a_state_of_other_rows_is_refused_before_a_run_is_ended(
+    engine: Engine, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_rows(_: SavedState, state: DecodeState) -> None:
+        assert state is engine.state
+        raise UserError("rows")
+
+    monkeypatch.setattr(SavedState, "check_rows", check_rows)
+    tokens = engine.generate(PROMPT, 4, GREEDY, NO_STOP)
+    next(tokens)
+    with pytest.raises(UserError, match="rows"):
+        engine.load_state(saved)
+    assert engine.token_ids == PROMPT
+    assert len(list(tokens)) == 3
 
 
 def test_a_load_that_is_interrupted_leaves_the_ids_of_the_rows(
