@@ -81,6 +81,16 @@ def test_steps_that_were_queued_ahead_are_taken_back_before_a_sequence_moves(
 
 
 @pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("move", ["prefill", "decode"])
+def test_steps_that_were_queued_ahead_take_no_room(
+    move: str, engine: Engine, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "max_context", 13)
+    MOVES[move][0](engine, saved)
+    assert engine.position == 13
+
+
+@pytest.mark.usefixtures("run")
 def test_a_state_has_the_tokens_that_were_yielded(engine: Engine, tmp_path: Path) -> None:
     yielded = engine.token_ids
     engine.save_state(tmp_path / "state", {"a": "note"})
@@ -107,6 +117,76 @@ def test_tokens_that_are_looked_into_are_a_sequence_that_goes_on(
     MOVES[move][0](engine, saved)
     engine.decode([5])
     assert engine.token_ids == [3, 4, 5]
+
+
+def test_what_is_reused_has_met_no_nan(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    engine.state.nan_1.fill_(1)
+    assert len(list(engine.generate(PROMPT, 3, GREEDY, NO_STOP, reuse=True))) == 3
+    assert engine.last_run is not None
+    assert engine.last_run.reused_tokens == 9
+
+
+@pytest.mark.parametrize(("reuse", "kept"), [(False, []), (True, [10])])
+def test_only_runs_that_reuse_keep_the_end_of_their_prompt(
+    reuse: bool, kept: list[int], engine: Engine
+) -> None:
+    """It takes memory and waits for the device."""
+    engine.reset()
+    list(engine.generate(PROMPT, 3, GREEDY, NO_STOP, reuse=reuse))
+    assert [point.position for point in engine.state.points] == kept
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_run_that_is_begun_late_ends_the_one_under_way(reuse: bool, engine: Engine) -> None:
+    expected = list(engine.generate(PROMPT, 3, GREEDY, NO_STOP))
+    late = engine.generate(PROMPT, 3, GREEDY, NO_STOP, reuse=reuse)
+    early = engine.generate(PROMPT[:7], 3, GREEDY, NO_STOP)
+    next(early)
+    first = next(late)
+    with pytest.raises(RuntimeError, match="used for something else"):
+        next(early)
+    assert [first, *late] == expected
+
+
+def test_prompts_fill_the_context_and_no_more(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill([3] * 60)
+    with pytest.raises(UserError, match="found a sequence of 65 tokens, expected at most 64"):
+        engine.prefill([4] * 5)
+    assert engine.position == 60
+    engine.prefill([4] * 4)
+    assert engine.token_ids == [3] * 60 + [4] * 4
+
+
+def test_nan_of_tokens_that_were_taken_back_is_none_of_a_prompt(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    engine.state.nan_1.fill_(1)
+    engine.rewind(1)
+    engine.prefill([3])
+    assert engine.token_ids == [*PROMPT[:9], 3]
+
+
+def test_tokens_take_the_place_of_those_that_were_taken_back(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    engine.rewind(3)
+    engine.decode([3, 4])
+    assert engine.token_ids == [*PROMPT[:7], 3, 4]
+
+
+def test_a_prompt_that_is_interrupted_leaves_the_ids_of_its_chunks(engine: Engine) -> None:
+    def interrupt(done: int, total: int) -> None:
+        assert (done, total) == (16, 20)
+        raise KeyboardInterrupt
+
+    ids = random_ids(20)
+    engine.reset()
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill(ids, interrupt)
+    assert engine.token_ids == ids[:16]
 
 
 def test_nothing_of_no_prompt_can_be_reused(engine: Engine) -> None:
