@@ -90,6 +90,15 @@ def test_steps_that_were_queued_ahead_take_no_room(
     assert engine.position == 13
 
 
+def test_a_run_that_is_closed_counts_no_steps_that_were_queued_ahead(
+    engine: Engine, run: Generator[int, None, None]
+) -> None:
+    run.close()
+    assert engine.position == 11
+    assert engine.last_run is not None
+    assert engine.last_run.decode_tokens == 1
+
+
 @pytest.mark.usefixtures("run")
 def test_a_state_has_the_tokens_that_were_yielded(engine: Engine, tmp_path: Path) -> None:
     yielded = engine.token_ids
