@@ -227,10 +227,13 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
 }
 
 
-def test_a_step_of_logits_may_have_as_many_tokens_as_a_decode_step(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("chunk", "sizes", "fed"), [(4, [8, 9], [8, 8, 1]), (16, [12, 17], [12, 16, 1])]
+)
+def test_a_step_of_logits_may_have_as_many_tokens_as_a_decode_step_or_a_chunk(
+    chunk: int, sizes: list[int], fed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiny_engine(max_context=64, prefill_chunk=4)
+    engine = tiny_engine(max_context=64, prefill_chunk=chunk)
     run = engine.steps.run
     lengths: list[int] = []
 
@@ -239,8 +242,8 @@ def test_a_step_of_logits_may_have_as_many_tokens_as_a_decode_step(
         return run(token_ids)
 
     monkeypatch.setattr(engine.steps, "run", noted)
-    engine.logits(random_ids(17), chunk_sizes=[8, 9])
-    assert lengths == [8, 8, 1]
+    engine.logits(random_ids(sum(sizes)), chunk_sizes=sizes)
+    assert lengths == fed
 
 
 @pytest.mark.parametrize("what", REFUSED)
