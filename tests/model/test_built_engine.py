@@ -1,15 +1,20 @@
 """What an engine is built of: the cut of prompts, the table that was checked, whose weights."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import dsv4.engine
-from dsv4 import Engine, EngineConfig, ModelConfig
+from dsv4 import Engine, EngineConfig, ModelConfig, UserError
+from dsv4.checkpoint import write_synthetic
 from dsv4.checkpoint.identity import Identity
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops.tables import TORCH_TABLE, Table
 from dsv4.parallel.placement import Placement
+from dsv4.plan import MemoryPlan
 from dsv4.step.chunks import PromptChunks
 from tests.model.tiny import CPU, random_weights, small_config, tiny_engine
 from tests.speculative.models import drafted_config, drafted_weights
@@ -57,3 +62,61 @@ def test_states_are_of_the_weights_of_the_model_and_of_those_of_the_module() -> 
     assert engine.key.checkpoint == "the model"
     assert engine.state.draft is not None
     assert engine.state.draft.module.endswith(" of the module")
+
+
+def test_graphs_of_torch_ops_are_refused() -> None:
+    expected = "EngineConfig.cuda_graph: found the torch ops, expected 'cuda'"
+    with pytest.raises(UserError, match=expected):
+        tiny_engine(max_context=64, cuda_graph="full")
+
+
+def test_what_does_not_fit_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: MemoryPlan) -> None:
+        raise UserError("too large")
+
+    write_synthetic(tmp_path / "model", small_config(), "f32", 0)
+    monkeypatch.setattr(MemoryPlan, "refuse_if_too_large", refuse)
+    monkeypatch.setattr(OpenedCheckpoint, "reading", None)
+    with pytest.raises(UserError, match="too large"):
+        Engine.load(tmp_path / "model", EngineConfig(device="cpu", max_context=64))
+
+
+def test_other_ways_to_share_layers_are_said_only_where_there_are_several_devices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_synthetic(tmp_path / "model", small_config(), "f32", 0)
+    with caplog.at_level("INFO", "dsv4"):
+        Engine.load(tmp_path / "model", EngineConfig(device="cpu", max_context=64))
+    assert "--parallel" not in caplog.text
+
+
+def test_keeping_packed_weights_is_told_about(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "model", small_config(), "f32", 0)
+    config = EngineConfig(device="cpu", max_context=64, packed_cache=str(tmp_path / "packed"))
+    seen: list[tuple[int, int]] = []
+
+    def keeping(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    Engine.load(tmp_path / "model", config, keeping=keeping)
+    assert seen[-1][0] == seen[-1][1] > 0
+    seen.clear()
+    Engine.load(tmp_path / "model", config, keeping=keeping)
+    assert seen == []
+
+
+def test_the_op_table_may_be_changed_on_the_way(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "model", small_config(), "f32", 0)
+    given: list[Table] = []
+    other = replace(TORCH_TABLE)
+
+    def change(table: Table) -> Table:
+        given.append(table)
+        return other
+
+    config = EngineConfig(device="cpu", max_context=64)
+    engine = Engine.load(tmp_path / "model", config, change_table=change)
+    assert len(given) == 1
+    assert engine.table is other

@@ -46,8 +46,10 @@ def run(engine: Engine, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Generat
 
     monkeypatch.setattr(engine, "following", following)
     tokens = engine.generate(PROMPT, 20, GREEDY, NO_STOP, reuse=True)
-    assert [next(tokens), next(tokens)][1] == 3
+    given = [next(tokens), next(tokens)]
+    assert given[1] == 3
     assert engine.position == 10 + AHEAD
+    assert engine.token_ids == [*PROMPT, *given]
     return tokens
 
 
