@@ -149,6 +149,15 @@ def test_only_runs_that_reuse_keep_the_end_of_their_prompt(
     assert [point.position for point in engine.state.points] == kept
 
 
+def test_as_many_tokens_of_another_sequence_are_found_out(engine: Engine) -> None:
+    def use(done: int, total: int) -> None:
+        engine.logits([3] * total)
+
+    run = engine.generate(PROMPT, 3, GREEDY, NO_STOP, use)
+    with pytest.raises(RuntimeError, match="used for something else"):
+        next(run)
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_run_that_is_begun_late_ends_the_one_under_way(reuse: bool, engine: Engine) -> None:
     expected = list(engine.generate(PROMPT, 3, GREEDY, NO_STOP))
