@@ -59,6 +59,7 @@ def test_handlers_are_as_before_whatever_the_command_did(tmp_path: Path) -> None
     assert [signal.getsignal(number) for number in NUMBERS] == before
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_threads_which_no_signal_reaches_may_run_commands(tmp_path: Path) -> None:
     codes: list[int] = []
 
@@ -112,6 +113,16 @@ def test_a_limit_is_that_of_no_progress_where_there_is_some(tmp_path: Path) -> N
     assert ran("sleep 30", log, 0.1, progress=lambda: next(first, 2)) == TIMED_OUT
 
 
+def test_a_process_that_does_not_die_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def wait(child: Any, seconds: float) -> int:
+        raise subprocess.TimeoutExpired("sleep", seconds)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    assert ran("sleep 30", tmp_path / "log", 0.1) == TIMED_OUT
+
+
 def test_what_may_not_be_run_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.touch(0o600)
@@ -141,6 +152,9 @@ def test_a_closed_terminal_interrupts_unless_that_is_ignored() -> None:
         with signals_interrupt():
             assert signal.getsignal(signal.SIGHUP) == expected
             assert signal.getsignal(signal.SIGTERM) == INTERRUPT
+        assert signal.getsignal(signal.SIGHUP) == before
+        with pytest.raises(OSError, match="full"), signals_interrupt():
+            raise OSError("full")
         assert signal.getsignal(signal.SIGHUP) == before
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
