@@ -18,7 +18,7 @@ from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine_config import EngineConfig
 from dsv4.engine_inputs import EngineInputs
 from dsv4.errors import UserError
-from dsv4.generation import USED_OTHERWISE, Request, Run
+from dsv4.generation import Request, Run
 from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
@@ -166,7 +166,8 @@ class Engine(EngineInputs):
     def prefill(self, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
         """Appends a prompt in chunks of ``prefill_chunk``; returns the last token's logits, float32
         ``[V]``. ``progress(done_tokens, total_tokens)`` is told about every chunk. NaN or +∞ raises
-        ``FloatingPointError``; the engine then stands at a new, empty sequence.
+        ``FloatingPointError``; the engine then stands at a new, empty sequence. Raises
+        ``RuntimeError`` when ``progress`` has changed the sequence.
         """
         token_ids = self._ids(token_ids)
         self._end_run()
@@ -237,8 +238,6 @@ class Engine(EngineInputs):
         traced = None if watch is None else TracedSteps(self.steps, watch, self.decoder)
         unread = request.token_ids[reused:]
         hidden_TE = self._prefill(unread, request.progress, traced and traced.run)
-        if self.token_ids != request.token_ids:
-            raise RuntimeError(USED_OTHERWISE)
         first = self.steps.first_token(request.sampler, hidden_TE)
         seconds = time.perf_counter() - started
         if reuse:

@@ -11,6 +11,7 @@ from dsv4.caches.allocation import chunk_tokens
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.engine_config import EngineConfig
+from dsv4.generation import USED_OTHERWISE
 from dsv4.layers.values import Watch
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_LOGPROBS
 from dsv4.logprobs import TokenLogprobs
@@ -65,7 +66,8 @@ class EngineInputs(EngineSequence):
         self, token_ids: Sequence[int], count: int, progress: Progress | None = None
     ) -> list[TokenLogprobs]:
         """Of each prompt token but the first: its log-probability and the ``count`` largest, 0 to
-        ``MAX_LOGPROBS``. Raises ``FloatingPointError`` for one that is not finite.
+        ``MAX_LOGPROBS``. Raises ``FloatingPointError`` for one that is not finite, and
+        ``RuntimeError`` when ``progress`` has changed the sequence.
         """
         count = check_integer("count", count, 0, MAX_LOGPROBS)
         ids = self._whole(token_ids)
@@ -104,6 +106,11 @@ class EngineInputs(EngineSequence):
     def _prefill(
         self, token_ids: list[int], progress: Progress | None, run: RunStep | None = None
     ) -> Tensor:
-        """Final hidden states of the last chunk."""
+        """Final hidden states of the last chunk, unless ``progress`` has changed the sequence."""
+        expected = list(self._token_ids)
         ahead = 2 * len(self.state.devices)
-        return run_chunks(run or self.steps.run, self.prompt_chunks.cut(token_ids), ahead, progress)
+        chunks = self.prompt_chunks.cut(token_ids)
+        hidden_TE = run_chunks(run or self.steps.run, chunks, ahead, progress)
+        if self.token_ids != expected:
+            raise RuntimeError(USED_OTHERWISE)
+        return hidden_TE

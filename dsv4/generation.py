@@ -11,10 +11,7 @@ from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.token_ids import check_ids, check_integer
 
-USED_OTHERWISE = (
-    "generate: the engine was used for something else since the last token, "
-    "which ended this sequence"
-)
+USED_OTHERWISE = "the engine was used for something else meanwhile, which ended this sequence"
 
 
 @dataclass(frozen=True)

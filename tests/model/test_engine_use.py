@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dsv4 import Engine, SamplingParams, UserError
+from dsv4.progress import Progress
 from tests.model.tiny import random_ids, tiny_engine
 
 GREEDY = SamplingParams(temperature=0)
@@ -49,7 +50,7 @@ def test_a_run_raises_when_the_engine_was_used_between_two_tokens(use: str, engi
     run = run_of(engine, FIRST)
     assert list(islice(run, 2)) == expected[:2]
     USES[use](engine)
-    with pytest.raises(RuntimeError, match="used for something else since the last token"):
+    with pytest.raises(RuntimeError, match="used for something else meanwhile"):
         next(run)
     assert list(run) == []
     assert list(run_of(engine, FIRST)) == expected
@@ -164,12 +165,23 @@ def test_a_call_that_is_refused_changes_nothing(what: str, engine: Engine) -> No
         assert given + list(run) == expected
 
 
-def test_progress_that_uses_the_engine_is_found_out(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, use: next(engine.generate(FIRST, 3, GREEDY, NO_STOP, use)),
+        lambda engine, use: engine.prefill(FIRST, use),
+        lambda engine, use: engine.prompt_logprobs(FIRST, 1, use),
+    ],
+    ids=["generate", "prefill", "prompt_logprobs"],
+)
+def test_progress_that_uses_the_engine_is_found_out(
+    call: Callable[[Engine, Progress], object], engine: Engine
+) -> None:
     def use(done: int, total: int) -> None:
-        engine.prefill([5, 6, 7])
+        engine.logits([3] * len(FIRST))
 
-    with pytest.raises(RuntimeError, match="the engine was used for something else"):
-        list(engine.generate(FIRST, 3, GREEDY, NO_STOP, use))
+    with pytest.raises(RuntimeError, match="^the engine was used for something else"):
+        call(engine, use)
     assert len(list(run_of(engine, FIRST))) == 6
 
 
