@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
-from weakref import ref
 
 import torch
 
@@ -19,7 +18,7 @@ import torch
 class _Holder:
     """Who had the last turn, and the streams on which it was queued."""
 
-    turns: "ref[Turns]"
+    turns: "Turns"
     streams: tuple[torch.cuda.Stream, ...]
 
 
@@ -41,12 +40,12 @@ class Turns:
         with _LOCK:
             streams = tuple(torch.cuda.current_stream(device) for device in self._devices)
             found = [_HOLDERS.get(device) for device in self._devices]
-            others = {id(one): one for one in found if one and one.turns() is not self}
+            others = {id(one): one for one in found if one and one.turns is not self}
             for other in others.values():
                 for theirs in other.streams:
                     left = theirs.record_event()
                     for own in streams:
                         own.wait_event(left)
-            holder = _Holder(ref(self), streams)
+            holder = _Holder(self, streams)
             _HOLDERS.update(dict.fromkeys(self._devices, holder))
             yield
