@@ -73,6 +73,8 @@ class Layout:
             offset += size
         self.shared_bytes = self._place_variables("shared", SHARED_START)
         self.local_bytes = self._place_variables("local", LOCAL) - LOCAL
+        # Variables of the module whose addresses are taken, in memory of this process.
+        self.tables: dict[str, Array] = {}
 
     def _place_variables(self, space: str, at: int) -> int:
         """Gives those of a space addresses from ``at`` on; returns where they end."""
@@ -83,6 +85,13 @@ class Layout:
             self.addresses[variable.name] = at
             at += variable.size
         return at
+
+    def _place_table(self, name: str) -> int:
+        found = [v for v in self.function.variables if v.name == name and v.space == "global"]
+        if not found:
+            raise Unsupported(f"variable {name}")
+        self.tables[name] = np.frombuffer(bytearray(found[0].content), np.uint8)
+        return self.tables[name].ctypes.data
 
     def _place(self, key: Any, kind: str | int) -> tuple[str | int, int]:
         place = (kind, self.counts[kind])
@@ -147,7 +156,7 @@ class Layout:
     def _address_row(self, symbol: Symbol, kind: str | int) -> int:
         """The row of the address of a parameter or a variable of a block or thread."""
         if symbol.name not in self.addresses:
-            raise Unsupported(f"variable {symbol.name}")
+            self.addresses[symbol.name] = self._place_table(symbol.name)
         address = self.addresses[symbol.name]
         if address >= PARAMETERS:
             return self._constant(address, kind)

@@ -129,6 +129,8 @@ def run_launch(
     kernel: program.Program, launch: Launch, memory: GlobalMemory, choices: Choices
 ) -> int:
     """Executes one launch; returns its warp instructions."""
+    for name, table in kernel.layout.tables.items():
+        memory.register(name, table.ctypes.data, table.nbytes)
     cluster = Cluster(kernel, launch, memory, choices)
     counts = [g // c for g, c in zip(launch.grid, launch.cluster, strict=True)]
     for index in choices.shuffled(list(np.ndindex(*counts))):

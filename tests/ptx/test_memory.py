@@ -33,6 +33,28 @@ def test_only_tensors_may_be_written() -> None:
         run_text(kernel(write.replace("31", "32"), 1), [np.zeros(124, np.uint32)])
 
 
+def test_tables_of_the_module_are_read_where_they_are() -> None:
+    """NVRTC 13.0 has one for sines of large angles."""
+    body = """
+    mov.u64 %l0, table;
+    mad.wide.u32 %l1, %lane, 4, %l0;
+    ld.global.nc.b32 %r0, [%l1];
+    ld.param.u64 %out, [p0];
+    mad.wide.u32 %at, %lane, 4, %out;
+    st.global.b32 [%at], %r0;
+    """
+    content = np.arange(32, dtype=np.uint32) * 0x01020304
+    numbers = ", ".join(map(str, content.tobytes()))
+    table = f".global .align 4 .b8 table[128] = {{{numbers}}};"
+    result = np.zeros(32, np.uint32)
+    for _ in range(2):
+        run_text(table + kernel(body, 1), [result])
+        assert np.array_equal(result, content)
+        result[:] = 0
+    with pytest.raises(OutOfBounds, match="128 from the start of table"):
+        run_text(table + kernel(body.replace("[%l1]", "[%l1+4]"), 1), [result])
+
+
 def test_wide_accesses_are_aligned() -> None:
     with pytest.raises(Misaligned):
         run_text(kernel(f"{LOAD} ld.global.v2.b32 {{%r0, %r1}}, [%at+4];", 1), [np.zeros(256)])
