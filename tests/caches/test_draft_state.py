@@ -46,6 +46,41 @@ def test_a_new_sequence_knows_all_of_its_rows() -> None:
     assert state.covers(5)
 
 
+def test_rows_that_nobody_has_written_are_not_there() -> None:
+    assert not state_behind(100).covers(101)
+
+
+def test_rows_before_a_gap_are_the_sequence_s_once_they_are_written() -> None:
+    state = state_behind(10)
+    state.begin(100, 3)
+    state.begin(98, 16)
+    assert state.covers(114)
+    assert not state.covers(113)
+
+
+def test_behind_a_point_are_the_rows_that_drafts_read_there() -> None:
+    state = state_behind(0)
+    state.forget()
+    state.resume(100, undoable=8)
+    assert [state.covers(position) for position in (91, 92, 100, 101)] == [False, True, True, False]
+    assert state.is_whole(100, 8)
+    assert not state.is_whole(100, 9), "rows before those of the point"
+    assert not state.is_whole(101, 9), "the row behind the point"
+
+
+def test_rows_reach_as_far_back_as_tokens_are_taken_back() -> None:
+    """Those of the rings, of long steps, and streams: of a position the last before it."""
+    state = state_behind(100)
+    read = 100 - state.rows_begin(100, MAX_TAKEN_BACK)
+    assert state.remembered_rows == read
+    assert state.stages[0].ring.slots >= read
+    positions_T = torch.arange(60, 100).float()
+    shape = (40, CONFIG.hc_mult, CONFIG.hidden_size)
+    state.keep_streams(positions_T[:, None, None].expand(shape), 100)
+    for position in range(100 - MAX_TAKEN_BACK, 101):
+        assert state.streams_at(position - 1).unique().tolist() == [position - 1]
+
+
 def test_its_bytes_are_those_of_rows_scales_and_place() -> None:
     device = torch.device("cpu")
     state = DraftState.allocate(CONFIG, 2, RowFormat.KV_FP8, torch.float32, device, False)
