@@ -1,5 +1,8 @@
 """Positions of a decode state alone: how far it goes back, and where an interruption leaves it."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,6 +54,52 @@ def test_what_any_rank_has_met_is_known_to_all() -> None:
     assert state.met_nan
     state.forget_nan()
     assert not any(rank.met_nan for rank in state.ranks)
+    state.others[0].nan_1.fill_(1)
+    state.start_sequence()
+    assert not state.met_nan
+
+
+def test_nothing_behind_the_end_is_gone_to() -> None:
+    state = state_behind(40)
+    with pytest.raises(ValueError, match="found 41, expected 32 to 40"):
+        state.rollback(41)
+
+
+def test_a_new_sequence_has_not_reached_what_the_one_before_had() -> None:
+    state = state_behind(40)
+    state.set_position(0)
+    state.advance(20)
+    assert (state.furthest, state.undoable_tokens) == (20, MAX_DECODE_TOKENS)
+
+
+def test_a_saved_sequence_takes_back_what_was_kept_of_it() -> None:
+    state = state_behind(40)
+    state.resume(30, 36)
+    assert (state.position, state.furthest, state.undoable_tokens) == (30, 36, 5)
+
+
+def test_the_beginning_is_no_point() -> None:
+    state = state_behind(0)
+    state.keep_point()
+    assert state.points == ()
+
+
+def test_channels_are_brought_together_by_every_move() -> None:
+    state = state_behind(40)
+    aligned: list[int] = []
+    channels: Any = SimpleNamespace(align=lambda: aligned.append(1))
+    state.channels = channels
+    state.rollback(40)
+    assert aligned == [], "no move"
+    state.rollback(38)
+    assert aligned == [1]
+
+
+def test_streams_arrive_only_from_other_devices() -> None:
+    first, second = torch.device("cpu"), torch.device("meta")
+    devices = (first, first, second, second)
+    state = DecodeState.allocate(CONFIG, ENGINE, 64, devices, planned=True)
+    assert list(state.arrivals) == [(first, second)]
 
 
 @pytest.mark.parametrize("after", range(4))
@@ -77,7 +126,8 @@ def test_a_move_that_is_interrupted_is_made_none_the_less(
 
 def test_a_step_that_appends_nothing_leaves_no_rank_behind() -> None:
     state = state_behind(40, ranks=2)
-    state.begin_step(3)
+    state.begin_step(2)
+    state.begin_step(1)
     with state.staying():
         pass
     assert numbers(state) == ([40] * 2, [0] * 2)

@@ -240,3 +240,16 @@ def test_plain_rows_are_stored_in_the_given_dtype() -> None:
         assert cache.data.dtype == dtype
         assert cache.block_scale is None
         assert torch.equal(cache.read(torch.tensor([0, 1])), rows.to(dtype).float())
+
+
+def test_index_rows_of_16_bits_are_packed_as_those_of_32() -> None:
+    rows = normal(5, 128, seed=9).bfloat16()
+    found, expected = pack_index_rows(rows), pack_index_rows(rows.float())
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
+def test_the_first_slots_have_their_scales(format: RowFormat) -> None:
+    cache = allocate(format)
+    first = cache.first(4)
+    assert (first.slots, first.nbytes * 6) == (4, cache.nbytes * 4)
