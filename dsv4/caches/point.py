@@ -49,11 +49,6 @@ class Point:
         """How many tokens can be taken back behind it."""
         return undoable_tokens(self.position, self.furthest)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the host."""
-        return sum(rows.nbytes for rows in self._rows)
-
     def restore(self, layers: tuple[AttentionState, ...], draft: DraftState | None) -> None:
         """Puts into the rings what they held."""
         kept = draft if self.has_draft else None
