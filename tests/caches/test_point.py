@@ -10,6 +10,8 @@ from dsv4.caches.rows import RowFormat
 from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import tiny_config
 from dsv4.limits import MAX_TAKEN_BACK
+from dsv4.parallel.placement import Placement
+from dsv4.parallel.rank_state import allocate_state
 
 CPU = torch.device("cpu")
 WINDOW = 16
@@ -58,6 +60,26 @@ def test_a_point_leaves_compressed_entries_where_they_are() -> None:
         rows.data.fill_(4)
     point.restore(state.layers, None)
     assert [rows.data.unique().tolist() for rows in entries] == [[4]] * 3
+
+
+def test_a_point_is_put_back_on_every_rank() -> None:
+    placement = Placement.tensor(CONFIG.num_hidden_layers, [CPU] * 2)
+    state = allocate_state(CONFIG, EngineConfig(device="cpu"), 256, placement)
+    rings = []
+    for rank in state.ranks:
+        rank.draft = draft_from(0)
+        rings += [rank.layers[0].keys.ring.data, rank.draft.stages[0].ring.data]
+    state.advance(40)
+    for ring in rings:
+        ring.fill_(3)
+    state.keep_point()
+    state.advance(60)
+    for ring in rings:
+        ring.fill_(4)
+    state.go_back(38)
+    assert [int((ring == 3).all(-1).sum()) for ring in rings] == [8 + WINDOW] * 4
+    assert state.draft is not None
+    assert [state.draft.covers(position) for position in (31, 32, 38)] == [False, True, True]
 
 
 def test_no_more_tokens_are_taken_back_than_there_are() -> None:

@@ -78,6 +78,32 @@ def test_a_saved_sequence_takes_back_what_was_kept_of_it() -> None:
     assert (state.position, state.furthest, state.undoable_tokens) == (30, 36, 5)
 
 
+def test_tokens_that_come_again_leave_what_was_reached() -> None:
+    state = state_behind(40)
+    state.rollback(35)
+    state.advance(1)
+    assert (state.position, state.furthest, state.undoable_tokens) == (36, 40, 7)
+
+
+def test_the_end_and_points_reach_eight_tokens_back() -> None:
+    state = state_behind(40)
+    state.keep_point()
+    state.advance(60)
+    found = [state.reachable(position) for position in (31, 32, 40, 60, 91, 92, 200)]
+    assert found == [0, 32, 40, 40, 40, 92, 100]
+
+
+def test_a_point_is_needed_only_where_the_rings_do_not_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = state_behind(40)
+    state.keep_point()
+    state.advance(3)
+    monkeypatch.setattr(state, "_restore", None)
+    state.go_back(40)
+    assert state.position == 40
+
+
 def test_the_beginning_is_no_point() -> None:
     state = state_behind(0)
     state.keep_point()

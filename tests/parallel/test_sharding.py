@@ -175,7 +175,7 @@ def test_what_cannot_be_cut_is_one_line_with_what_can(
 ) -> None:
     config = ModelConfig.from_dict(tiny_config(**changes))
     with pytest.raises(UserError, match=f"EngineConfig.gpus: found {ranks} with .*{message}$"):
-        check_divisible(config, formats(config, layout), ranks)
+        check_divisible(config, iter(formats(config, layout)), ranks)
 
 
 def test_a_step_has_a_number_for_each_of_its_exchanges() -> None:

@@ -1,14 +1,18 @@
 """The state of every rank: places that move together, and memory of their own."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.parallel import rank_state
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.peers import STEP_NUMBERS
+from dsv4.turns import Turns
 from tests.model.tiny import CPU, small_config
 
 
@@ -64,3 +68,22 @@ def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState)
     for shared in (slice(0, 2), slice(5, 11)):
         assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
     assert first.peers.fault_4 is second.peers.fault_4
+
+
+@pytest.mark.parametrize(("planned", "expected"), [(False, (CPU,)), (True, ())])
+def test_turns_are_taken_on_the_devices_that_are_there(
+    planned: bool, expected: tuple[torch.device, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may be of GPUs that are not."""
+    given: list[tuple[torch.device, ...]] = []
+
+    def turns(devices: Sequence[torch.device]) -> Turns:
+        given.append(tuple(devices))
+        return Turns(devices)
+
+    monkeypatch.setattr(rank_state, "Turns", turns)
+    config = ModelConfig.from_dict(small_config())
+    placement = Placement.tensor(config.num_hidden_layers, (CPU,) * 2)
+    state = allocate_state(config, EngineConfig(device="cpu"), 256, placement, planned)
+    assert given == [expected]
+    assert state.turns is not None
