@@ -113,6 +113,20 @@ def test_every_rank_gets_its_own_back(tmp_path: Path, packing: Packing, ranks: i
     assert other.read(placement.devices_of, None) is None
 
 
+def test_runs_with_other_numbers_of_ranks_have_their_own_entries(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of the torch ops, both on the CPU."""
+    starts()
+    monkeypatch.setattr("dsv4.opened_checkpoint.engine_devices", lambda *_: (CPU, CPU))
+    count, expected = starts(gpus=2, parallel="tensor")
+    assert count > 0
+    again, found = starts(gpus=2, parallel="tensor")
+    assert again == 0
+    assert torch.equal(found, expected)
+    assert len(starts.entries) == 2
+
+
 def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
