@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4 import EngineConfig, ModelConfig, load_check
 from dsv4.caches.allocation import COMPUTE_DTYPES
+from dsv4.engine_config import ActivationMode
 from dsv4.errors import UserError
 from dsv4.load_check import checked_table, first_difference, products
 from dsv4.model import Transformer
@@ -16,7 +17,7 @@ from dsv4.native.random_weights import RandomWeights
 from dsv4.ops import TORCH, TORCH_PACKING
 from dsv4.ops.linear import grouped_linear, linear_rows
 from dsv4.ops.moe import Mixture, moe
-from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, DirectTable
+from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, DirectTable, Table
 from dsv4.weights.packed import pack_weight
 from dsv4.weights.packed_native import pack_with_native
 from dsv4.weights.quant import QuantFormat
@@ -50,6 +51,25 @@ def wrong_experts(*arguments: Any) -> Mixture:
     return mixture._replace(y_TE=mixture.y_TE * 1.02)
 
 
+def failing_experts(*arguments: Any) -> Mixture:
+    raise RuntimeError("CUDA error: misaligned address\nCompile with another flag")
+
+
+def experts_apart(*arguments: Any) -> Mixture:
+    mixture = moe(*arguments)
+    return mixture._replace(y_TE=mixture.y_TE * 1.02)
+
+
+def normed_rows_apart(*arguments: Any) -> tuple[Tensor, ...]:
+    factor = 1.02 if len(arguments) > 2 else 1
+    return tuple(rows * factor for rows in linear_rows(*arguments))
+
+
+def plain_rows_apart(*arguments: Any) -> tuple[Tensor, ...]:
+    factor = 1 if len(arguments) > 2 else 1.02
+    return tuple(rows * factor for rows in linear_rows(*arguments))
+
+
 def other_routes(*arguments: Any) -> Mixture:
     mixture = moe(*arguments)
     return mixture._replace(ids_TP=mixture.ids_TP.roll(1, 0))
@@ -75,12 +95,44 @@ def test_the_same_kernels_pass(model: Transformer) -> None:
         (other(grouped_linear=wrong_groups), "grouped_linear f32 [32, 64] on the model's"),
         (other(moe=wrong_experts), "moe f32 [8, 32, 64] on the model's weights"),
         (other(moe=other_routes), "tokens go to other experts"),
+        (other(moe=failing_experts), "moe f32 [8, 32, 64] on the model's weights: CUDA error"),
     ],
 )
 def test_every_op_is_compared(model: Transformer, table: DirectTable, reason: str) -> None:
     told = first_difference(table, TORCH_TABLE, model)
     assert told is not None
     assert reason in told
+
+
+def test_an_error_is_its_first_line(model: Transformer) -> None:
+    told = first_difference(other(moe=failing_experts), TORCH_TABLE, model)
+    assert told is not None
+    assert told.endswith(": CUDA error: misaligned address")
+
+
+def test_a_reference_stands_for_the_portable_kernels(model: Transformer) -> None:
+    table = other(linear_rows=wrong_rows)
+    assert first_difference(replace(table, reference=table), TORCH_TABLE, model) is None
+    told = first_difference(replace(TORCH_TABLE, reference=table), TORCH_TABLE, model)
+    assert told is not None
+
+
+@pytest.mark.parametrize(
+    ("table", "passes"),
+    [
+        (other(linear_rows=normed_rows_apart), True),
+        (other(linear_rows=plain_rows_apart), False),
+        (other(moe=experts_apart), True),
+    ],
+    ids=["normed rows", "plain rows", "experts"],
+)
+def test_what_a_reference_rounds_to_codes_may_be_further_apart(
+    model: Transformer, table: DirectTable, passes: bool
+) -> None:
+    """Rows between two computations: those of a norm, and hidden ones of experts."""
+    assert first_difference(table, TORCH_TABLE, model) is not None
+    rounded = replace(table, reference=TORCH_TABLE)
+    assert (first_difference(rounded, TORCH_TABLE, model) is None) is passes
 
 
 def check(
@@ -123,12 +175,25 @@ def test_what_was_refused_before_is_told_once(
     ]
 
 
+@pytest.mark.parametrize(
+    ("table", "activations", "said"),
+    [
+        (CUDA_TABLE, "fp8", ", with 16-bit activations"),
+        (CUDA_TABLE, "bf16", ""),
+        (TORCH_TABLE, "fp8", ""),
+    ],
+    ids=["rounded", "as they are", "emulated"],
+)
 def test_activations_that_stay_as_they_are_are_told(
-    model: Transformer, caplog: pytest.LogCaptureFixture
+    table: Table,
+    activations: ActivationMode,
+    said: str,
+    model: Transformer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    table = replace(CUDA_TABLE, refused="gemm (small): 12 values are wrong")
-    checked_table(table, model, EngineConfig(prefill_activations="fp8"))
-    start = "no native kernels, the portable ones are used, with 16-bit activations: gemm (small)"
+    table = replace(table, refused="gemm (small): 12 values are wrong")
+    checked_table(table, model, EngineConfig(prefill_activations=activations))
+    start = f"no native kernels, the portable ones are used{said}: gemm (small)"
     assert caplog.messages[0].startswith(start)
 
 
