@@ -22,6 +22,14 @@ def test_available_bytes_of_the_cpu_come_from_the_operating_system() -> None:
     assert 0 < available_bytes(torch.device("cpu")) <= total
 
 
+def test_memory_is_stated_in_kib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: "MemTotal: 90 kB\nMemAvailable:   7 kB\n")
+    assert available_bytes(torch.device("cpu")) == 7 * 1024
+    monkeypatch.setattr(Path, "read_text", lambda _: "MemTotal: 90 kB\n")
+    with pytest.raises(OSError, match=r"^/proc/meminfo has no MemAvailable line$"):
+        available_bytes(torch.device("cpu"))
+
+
 def test_gpu_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(device: torch.device) -> tuple[int, int]:
         raise torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")

@@ -199,9 +199,8 @@ def test_a_plan_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.Mon
         planned = plan_memory(config, EngineConfig(), placement, stored, None)
         assert planned.fits is fits
         assert [device.fits for device in planned.devices] == [True, fits]
-    with pytest.raises(
-        UserError, match=r"^memory: meta needs .* MiB .*EngineConfig.max_context"
-    ) as caught:
+    advice = "EngineConfig.max_context or EngineConfig.prefill_chunk"
+    with pytest.raises(UserError, match=rf"^memory: meta needs .* MiB .*{advice}$") as caught:
         planned.refuse_if_too_large()
     assert "\n" not in str(caught.value)
 

@@ -140,6 +140,17 @@ def on(device: torch.device, ranks: int, config: ModelConfig) -> Placement:
     return Placement.tensor(config.num_hidden_layers, [device] * ranks)
 
 
+def test_every_rank_has_the_caches_of_a_draft_module() -> None:
+    config = ModelConfig.from_dict(tiny_config())
+    placement = on(CPU, 2, config)
+    without, with_draft = (
+        plan_memory(config, EngineConfig(), placement, [], None, draft_bytes=nbytes).devices
+        for nbytes in (0, 1000)
+    )
+    pairs = zip(without, with_draft, strict=True)
+    assert [after.state_bytes - before.state_bytes for before, after in pairs] == [1000, 1000]
+
+
 def test_ranks_on_one_device_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "available_bytes", lambda device: 1000)
     config = ModelConfig.from_dict(tiny_config())
