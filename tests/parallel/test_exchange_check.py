@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from dsv4.command.errors import user_message
+from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.native import verdict_file
 from dsv4.native.check import Result, Verdict
 from dsv4.native.child import checks_of
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.parallel.exchange_check import check_exchange, wrong_sums
 from dsv4.parallel.known_exchanges import KnownExchanges
 
@@ -79,6 +82,18 @@ def test_gpus_without_peer_access_are_refused_at_once(machine: Machine) -> None:
         "each other's memory"
     )
     assert machine.asked == []
+
+
+def test_ranks_that_reach_nobody_read_no_weight(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.reached = False
+    monkeypatch.setattr("dsv4.opened_checkpoint.loading_ranks", None)
+    ranks = EngineConfig(gpus=2, parallel="tensor")
+    opened = OpenedCheckpoint.open(CHECKPOINT, ranks, 2 * 10**9)
+    reading = opened.reading(None, None)
+    with pytest.raises(UserError, match="found no peer access from cuda:0 to cuda:1"):
+        reading.__enter__()
 
 
 def test_access_has_to_go_both_ways(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,9 @@ def test_auto_takes_no_module_that_has_no_place(brought: Path) -> None:
     off = Engine.plan(brought, dataclasses.replace(on_gpu, draft="off"), gpu_memory=10**11)
     needed = off.devices[0].total_bytes
     assert OpenedCheckpoint.open(brought, on_gpu, needed + 1).draft is None
+    # No number of drafts is a fault where there are none.
+    counted = dataclasses.replace(on_gpu, draft_tokens=3)
+    assert OpenedCheckpoint.open(brought, counted, needed + 1).draft is None
     asked = dataclasses.replace(on_gpu, draft="dspark")
     with pytest.raises(UserError, match="memory: cuda:0 needs"):
         OpenedCheckpoint.open(brought, asked, needed + 1).plan.refuse_if_too_large()

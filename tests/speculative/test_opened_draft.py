@@ -20,6 +20,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.layers.classic_mtp import ClassicMTP
 from dsv4.layers.dspark import DSpark
+from dsv4.opened_checkpoint import OpenedCheckpoint
 from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
 from dsv4.speculative.memory import DraftMemory
@@ -77,6 +78,14 @@ def test_states_go_from_runs_with_drafts_to_runs_without(folders: Path, tmp_path
     plain = Engine.load(folders / "main", SETTINGS)
     plain.load_state(tmp_path / "state")
     assert plain.token_ids == random_ids(9)
+
+
+def test_a_module_of_another_folder_has_weights_of_its_own(folders: Path) -> None:
+    alone = OpenedCheckpoint.open(folders / "main", SETTINGS).identity()
+    assert alone.main == alone.draft
+    settings = dataclasses.replace(SETTINGS, draft_weights=str(folders / "dspark"))
+    beside = OpenedCheckpoint.open(folders / "main", settings).identity()
+    assert beside.main == alone.main != beside.draft
 
 
 def test_keys_of_a_draft_module_make_no_other_state() -> None:
