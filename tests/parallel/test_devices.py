@@ -8,7 +8,7 @@ from dsv4.command.errors import user_message
 from dsv4.engine_config import ActivationMode
 from dsv4.errors import UserError
 from dsv4.native.form import NativeForm
-from dsv4.ops.tables import TORCH_TABLE, DirectTable
+from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, DirectTable
 from dsv4.parallel import devices
 from dsv4.parallel.devices import table_on
 from dsv4.weights.quant import QuantFormat
@@ -57,6 +57,21 @@ def test_cuda_ops_without_native_kernels_are_refused_in_one_line(
         "native kernels, which are made for Blackwell; --ops torch emulates them"
     )
     assert table_on(EngineConfig(ops=engine.ops), GPU)
+
+
+def test_cuda_ops_need_a_gpu() -> None:
+    with pytest.raises(UserError) as refused:
+        table_on(EngineConfig(ops="cuda"), CPU)
+    assert user_message(refused.value) == (
+        "--ops: found 'cuda' on the CPU, expected 'torch' or a CUDA device"
+    )
+
+
+def test_ops_that_are_asked_for_are_no_native_ones(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "native_or_portable", None)
+    assert table_on(EngineConfig(ops="cuda"), GPU) is CUDA_TABLE
 
 
 def test_native_kernels_may_have_quantised_activations(
