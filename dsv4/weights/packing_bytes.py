@@ -3,10 +3,10 @@
 import torch
 
 from dsv4.weights.native import native_bytes, unsupported_reason
-from dsv4.weights.packed import PADDING, matrices_at_once
+from dsv4.weights.packed import matrices_at_once, padded
 from dsv4.weights.packed_native import native_format
 from dsv4.weights.parameters import Parameter, Role
-from dsv4.weights.quant import QuantFormat, planned_quant_tensor
+from dsv4.weights.quant import QuantFormat, packed_bytes, planned_quant_tensor
 
 # Copies of the matrices that are packed together, in their own bytes, that are alive while their
 # 4-bit codes are put in another order, and the tables of codes; float32 copies, the result
@@ -46,18 +46,23 @@ def packing_bytes(parameter: Parameter, format: QuantFormat | None, nbytes: int)
     """Extra bytes of packing a stored parameter of ``nbytes`` for the CUDA ops."""
     if format is None or not is_packed(parameter):
         return 0
-    # A stack is allocated whole (F32 is rounded first) and filled some matrices at a time; only
-    # then the stored one goes.
+    # A stack is allocated whole, with rows and columns to whole tiles (F32 is rounded first), and
+    # filled some matrices at a time; only then the stored one goes.
     is_rounded = format is QuantFormat.F32
-    stack = 2 * nbytes if is_rounded else nbytes
-    matrices = parameter.shape[0] if parameter.role is Role.EXPERT else 1
     packed_format = QuantFormat.BF16 if is_rounded else format
-    matrix = planned_quant_tensor(packed_format, parameter.shape).data.nbytes // matrices
-    together = matrix * min(matrices, matrices_at_once(matrix))
+    *stacked, rows, columns = parameter.shape
+    tiled = (*stacked, padded(rows), padded(columns))
+    padding = packed_bytes(packed_format, tiled) - packed_bytes(packed_format, parameter.shape)
+    stack = (2 * nbytes if is_rounded else nbytes) + padding
+    matrices = parameter.shape[0] if parameter.role is Role.EXPERT else 1
+    stored, packed = (
+        planned_quant_tensor(packed_format, shape).data.nbytes // matrices
+        for shape in (parameter.shape, tiled)
+    )
+    together = packed * min(matrices, matrices_at_once(stored))
     if format.group_size is None:
-        # Of values one in the other order, and one with rows and columns to whole tiles.
-        is_padded = any(size % PADDING for size in parameter.shape[-2:])
-        return stack + (2 if is_padded else 1) * together
+        # Of values one in the other order, and one with the padding.
+        return stack + (2 if padding else 1) * together
     return stack + _CODE_COPIES * together + _TABLE_BYTES
 
 

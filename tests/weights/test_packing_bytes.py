@@ -50,6 +50,22 @@ def test_packing_takes_what_is_planned_and_at_least_half(
 
 
 @FORMATS
+@pytest.mark.parametrize("shape", [(500, 1024), (512, 992), (1, 1056), (16, 100, 96)], ids=str)
+def test_packing_pads_rows_and_columns_to_whole_tiles(
+    format: QuantFormat, shape: tuple[int, ...]
+) -> None:
+    weight = quantize(torch.randn(shape).bfloat16().float(), format)
+    with LiveBytes() as live:
+        pack_weight(weight)
+    assert live.peak <= packing_bytes(parameter(shape), format, weight.nbytes)
+
+
+def test_what_is_looked_up_is_not_packed() -> None:
+    embedding = Parameter("embed.weight", (64, 128), Role.FLOOR)
+    assert packing_bytes(embedding, QuantFormat.BF16, 16384) == 0
+
+
+@FORMATS
 @SHAPES
 def test_dequantizing_takes_what_is_planned_and_at_least_half(
     format: QuantFormat, shape: tuple[int, ...]
