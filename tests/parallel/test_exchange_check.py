@@ -103,9 +103,17 @@ def test_access_has_to_go_both_ways(machine: Machine, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_a_child_finds_the_check_of_so_many_gpus(gpus: int) -> None:
+def test_a_child_finds_the_check_of_so_many_gpus(
+    gpus: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [torch.device("cuda", index) for index in range(gpus)]
+    machine.uuids = list("abcdefgh")
+    check_exchange(devices)
+    assert machine.asked[0][0] == f"dsv4.parallel.exchange_check:on_{gpus}_gpus"
     (check,) = checks_of(f"dsv4.parallel.exchange_check:on_{gpus}_gpus")
     assert (check.name, check.kernel) == (f"{gpus} GPUs", "exchange")
+    monkeypatch.setattr("dsv4.parallel.exchange_check.wrong_sums", str)
+    assert check.run(devices[-1]) == str(devices)
 
 
 def test_wrong_sums_are_those_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

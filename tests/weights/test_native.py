@@ -169,6 +169,10 @@ def test_every_refusal_says_why() -> None:
     assert unsupported_reason(dense, FP8) == "f32 weights have no native form as fp8_block128"
     wide = stored(NVFP4, (2, 96))
     assert unsupported_reason(wide, MXFP4) == "K = 96 is no multiple of 128, as mxfp4 needs"
+    for format in (FP8, NVFP4):
+        odd = planned_quant_tensor(format, (2, 48))
+        expected = f"K = 48 is no multiple of 32, as {format.value} needs"
+        assert unsupported_reason(odd, format) == expected
     plain = stored(NVFP4, (2, 128))
     assert unsupported_reason(plain, MXFP4) == "NVFP4 scales are not powers of two in equal pairs"
     assert unsupported_reason(plain, NVFP4) is None
@@ -195,14 +199,14 @@ def test_parts_that_do_not_match_are_refused() -> None:
         NativeWeight(weight.data, weight.block_scale, weight.global_scale, FP8, weight.shape)
     with pytest.raises(ValueError, match=r"^global_scale: found torch.float32 \(1,\), expected"):
         NativeWeight(weight.data, weight.block_scale, torch.ones(1), MXFP4, weight.shape)
-    narrow = native_weight(stored(MXFP4, (100, 128)), MXFP4)
+    narrow = native_weight(stored(MXFP4, (192, 128)), MXFP4)
     with pytest.raises(ValueError, match="^w3: found mxfp4"):
         NativeGateUp.of(weight, narrow)
     with pytest.raises(ValueError, match="^w3: found fp8_block128 .*, expected mxfp4"):
         NativeGateUp.of(weight, native_weight(stored(FP8, (128, 128)), FP8))
     with pytest.raises(ValueError, match=r"^global_scale: found .* \(1,\), expected"):
         replace(NativeGateUp.of(weight, weight), global_scale=torch.ones(1))
-    with pytest.raises(ValueError, match="^w1: found 100 rows, expected a multiple of 128"):
+    with pytest.raises(ValueError, match="^w1: found 192 rows, expected a multiple of 128"):
         NativeGateUp.of(narrow, narrow)
     with pytest.raises(ValueError, match="is one matrix, not a stack"):
         weight[0]

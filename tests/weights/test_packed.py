@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.weights.codes import e8m0_to_float
 from dsv4.weights.packed import PackedWeight, chunk_columns, pack_weight, padded
-from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quant import QuantFormat, QuantTensor, ValuesLost
 from dsv4.weights.quantize import quantize
 
 FORMATS = [format for format in QuantFormat if format is not QuantFormat.F32]
@@ -157,7 +157,7 @@ def test_float32_weights_are_packed_only_if_bfloat16_holds_them() -> None:
     packed = pack_weight(QuantTensor.dense(exact))
     assert packed.format is QuantFormat.BF16
     assert torch.equal(packed.dequantize(), exact)
-    with pytest.raises(ValueError, match="^weight: found an F32 weight"):
+    with pytest.raises(ValuesLost, match="^weight: found an F32 weight"):
         pack_weight(QuantTensor.dense(exact + 2.0**-30))
 
 

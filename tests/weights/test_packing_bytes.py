@@ -63,6 +63,13 @@ def test_packing_pads_rows_and_columns_to_whole_tiles(
 def test_what_is_looked_up_is_not_packed() -> None:
     embedding = Parameter("embed.weight", (64, 128), Role.FLOOR)
     assert packing_bytes(embedding, QuantFormat.BF16, 16384) == 0
+    assert dequantizing_bytes(embedding, QuantFormat.FP8_BLOCK128) == 0
+
+
+def test_only_experts_wait_for_each_other_as_stored() -> None:
+    for shape, waiting in (((512, 1024), 0), ((16, 256, 512), 2 * 1000)):
+        given = (parameter(shape), QuantFormat.FP8_BLOCK128, 1000)
+        assert packing_with_native_bytes(*given) - packing_bytes(*given) == waiting
 
 
 @FORMATS

@@ -289,3 +289,9 @@ def test_quantising_is_odd_and_finite(values: list[float], format: QuantFormat) 
     negative = quantize(-weight, format).dequantize()
     assert bool(torch.isfinite(positive).all())
     assert torch.equal(positive, -negative)
+
+
+def test_every_part_goes_to_another_device() -> None:
+    weight = quantize(torch.ones(2, 32), QuantFormat.NVFP4).to("meta")
+    parts = (weight.data, weight.block_scale, weight.global_scale)
+    assert [part is not None and part.is_meta for part in parts] == [True] * 3

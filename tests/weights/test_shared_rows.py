@@ -33,11 +33,17 @@ def test_shares_hold_as_many_bytes_as_the_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "stop"), [(64, 256), (0, 200), (256, 256), (128, 384), (-128, 0)]
+    ("first", "stop"), [(64, 256), (0, 200), (0, 192), (256, 256), (128, 384), (-128, 0)]
 )
 def test_parted_units_are_refused(first: int, stop: int) -> None:
     with pytest.raises(ValueError, match=f"rows: found {first} to {stop}, expected multiples"):
         rows_of(packed(QuantFormat.BF16), first, stop)
+
+
+def test_every_part_goes_to_the_device() -> None:
+    copy = on_device(packed(QuantFormat.NVFP4), torch.device("meta"))
+    parts = (copy.data, copy.block_scale, copy.global_scale)
+    assert [part is not None and part.is_meta for part in parts] == [True] * 3
 
 
 def test_a_weight_without_memory_stays_without() -> None:
