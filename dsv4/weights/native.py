@@ -290,7 +290,7 @@ def _exact_e8m0(scale: Tensor) -> Tensor | None:
     is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
     if not bool((is_power | is_smallest).all()):
         return None
-    return torch.where(is_smallest, 0, exponent).to(torch.uint8)
+    return exponent.to(torch.uint8)
 
 
 def _interleaved(first: Tensor, second: Tensor, rows: int) -> Tensor:
