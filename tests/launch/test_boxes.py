@@ -18,6 +18,8 @@ from tests.launch.fake_driver import Driver
 
 TENSOR = torch.empty(10, 3, 64, dtype=torch.bfloat16)
 BOX = (8, 1, 64)
+# Its slices, and not its rows, begin in the middle of 16 bytes.
+UNEVEN = torch.empty(10 * 196, dtype=torch.bfloat16).as_strided((10, 3, 64), (196, 64, 1))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ BOX = (8, 1, 64)
     [
         (TENSOR.float(), BOX, False, "found torch.float32 of strides"),
         (TENSOR.transpose(0, 2), BOX, False, "whose last dimension is contiguous"),
-        (torch.empty(10, 3, 60).bfloat16(), BOX, False, "expected multiples of 16 bytes"),
+        (UNEVEN, BOX, False, "expected multiples of 16 bytes"),
         (TENSOR, (8, 64), False, r"found a box of \(8, 64\) for \(10, 3, 64\)"),
         (TENSOR, (257, 1, 64), False, "expected 1 to 256 values"),
         (TENSOR, (0, 1, 64), False, "expected 1 to 256 values"),
@@ -39,6 +41,29 @@ def test_what_tma_cannot_copy_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^boxes: .*{message}"):
         Boxes(tensor, box, swizzled)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "box", "swizzled"),
+    [
+        (TENSOR, (256, 1, 64), True),
+        (torch.empty(2, 1, 1, 3, 8).bfloat16(), (1, 1, 1, 1, 8), False),
+        (torch.empty(2, 8, dtype=torch.int32), (1, 4), False),
+        (torch.empty(2, 256).bfloat16(), (1, 256), False),
+    ],
+)
+def test_the_largest_and_the_smallest_of_what_tma_copies_is_taken(
+    tensor: Tensor, box: tuple[int, ...], swizzled: bool
+) -> None:
+    assert Boxes(tensor, box, swizzled).box == box
+
+
+def test_rows_of_boxes_are_measured_in_the_bytes_of_their_values() -> None:
+    words = torch.empty(2, 64, dtype=torch.int32)
+    with pytest.raises(ValueError, match="found rows of 8 bytes"):
+        Boxes(words, (1, 2))
+    with pytest.raises(ValueError, match="found rows of 256 bytes"):
+        Boxes(words, (1, 64), swizzled=True)
 
 
 def test_a_parameter_takes_boxes_or_something_else() -> None:
@@ -61,8 +86,13 @@ def recorded_product() -> Recording:
 
 
 def test_a_buffer_is_alive_where_its_boxes_are_read() -> None:
-    """Else another one would get its memory."""
-    layout = lay_out(recorded_product())
+    """Else another one would get its memory. The launch for fewer tokens, which names y and what
+    the boxes are of, is left out.
+    """
+    recording = recorded_product()
+    fill, _, launch = recording.items
+    recording.restore([fill, launch])
+    layout = lay_out(recording)
     x_at, y_at = sorted(layout.offsets.values())
     assert y_at - x_at >= 300 * 64 * 2
 
