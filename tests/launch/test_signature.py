@@ -16,6 +16,7 @@ DECLARED = """
 // extern "C" __global__ void commented_out(float* x) {}
 #include "shared.cuh"
 #include <cuda_bf16.h>
+  #include "beside.cuh"
 /* extern "C" __global__ void also_commented_out(int a,
    int b) {} */
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) scale(
@@ -35,6 +36,7 @@ HEADER = """
 #include "shared.cuh"
 extern "C" __global__ void from_header(const void* bytes) {}
 """
+BESIDE = 'extern "C" __global__ void from_beside(int a) {}'
 HIDDEN = 'extern "C" __global__ void hidden(int a) {}'
 # Sources are remembered by name, so every test has its own.
 _NUMBERS = count()
@@ -50,6 +52,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "shared.cuh").write_text(header)
     (tmp_path / name / "kernel.cu").write_text(DECLARED)
+    (tmp_path / name / "beside.cuh").write_text(BESIDE)
     monkeypatch.setattr(module, "OPS", tmp_path)
     monkeypatch.setattr(module, "SHARED_HEADERS", tmp_path / "_device")
     return f"{name}/kernel"
@@ -73,7 +76,9 @@ def test_parameters_are_read_with_names_types_and_pointers(source: str) -> None:
 def test_headers_are_searched_and_comments_are_not(source: str) -> None:
     assert signature(source, "nothing").parameters == ()
     assert signature(source, "from_header").parameters == (Parameter("bytes", "void", True, True),)
-    for name in ("commented_out", "also_commented_out", "not_an_entry", "scale_row", "hidden"):
+    assert signature(source, "from_beside").parameters == (Parameter("a", "int", False),)
+    hidden = ("commented_out", "also_commented_out", "not_an_entry", "scale_row", "hidden")
+    for name in (*hidden, "noth"):
         with pytest.raises(KeyError, match=f"kernel.cu: found no .* {name}"):
             signature(source, name)
     assert [one.kernel for one in entries(module.source_path(source))] == ["scale", "nothing"]
@@ -101,6 +106,7 @@ RIGHT = [
     {"factor": 3},
     {"rows": True},
     {"rows": -(1 << 31), "stride": -(1 << 63), "mask": 0},
+    {"rows": (1 << 31) - 1, "stride": (1 << 63) - 1, "mask": (1 << 32) - 1},
 ]
 WRONG = [
     ({"y": ...}, "y: missing"),
@@ -114,8 +120,11 @@ WRONG = [
     ({"rows": 1.0}, "rows: found 1.0, expected int"),
     ({"rows": 1 << 31}, "rows: found 2147483648, expected int"),
     ({"rows": None}, "rows: found None, expected int"),
+    ({"rows": -(1 << 31) - 1}, "rows: found -2147483649, expected int"),
     ({"mask": -1}, "mask: found -1, expected unsigned"),
+    ({"mask": 1 << 32}, "mask: found 4294967296, expected unsigned"),
     ({"stride": 1 << 63}, "stride: found 9223372036854775808, expected int64"),
+    ({"stride": -(1 << 63) - 1}, "stride: found -9223372036854775809, expected int64"),
     ({"factor": "x"}, "factor: found 'x', expected a float"),
     ({"factor": None}, "factor: found None, expected a float"),
     ({"y": ..., "z": 1, "rows": 0.5}, "y: missing; z: not an argument; rows: found 0.5"),
@@ -138,6 +147,48 @@ def test_unsigned_words_may_be_of_either_type_and_numbers_of_one() -> None:
     for tensor in (words, words.view(torch.int32)):
         assert Parameter("x", "unsigned", True).problem(tensor) is None
     assert Parameter("x", "int", True).problem(words) == "found torch.uint32, expected int*"
+
+
+TAKEN = {
+    "bf16": {torch.bfloat16},
+    "float": {torch.float32},
+    "int64": {torch.int64},
+    "int": {torch.int32},
+    "unsigned": {torch.int32, torch.uint32},
+    "settled_float": {torch.float32},
+    "settled_int64": {torch.int64},
+}
+DTYPES = {*set().union(*TAKEN.values()), torch.float16, torch.float64, torch.int8, torch.uint64}
+
+
+@pytest.mark.parametrize("pointee", TAKEN)
+def test_a_pointer_takes_values_of_its_type_alone(pointee: str) -> None:
+    parameter = Parameter("x", pointee, True)
+    taken = {
+        dtype
+        for dtype in DTYPES
+        if parameter.problem(torch.empty(1, dtype=dtype, device="meta")) is None
+    }
+    assert taken == TAKEN[pointee]
+    assert parameter.read_early == pointee.startswith("settled_")
+
+
+def test_arguments_go_to_a_kernel_of_the_same_parameters_read_early_or_not() -> None:
+    def of(*parameters: Parameter) -> Signature:
+        return Signature("kernel", parameters)
+
+    own = of(Parameter("x", "int64", True, True), Parameter("n", "int", False))
+    for same in (own, of(Parameter("x", "settled_int64", True), Parameter("n", "int", False))):
+        assert own.takes_arguments_of(same)
+        assert same.takes_arguments_of(own)
+    others = [
+        of(Parameter("n", "int", False), Parameter("x", "int64", True)),
+        of(Parameter("y", "int64", True), Parameter("n", "int", False)),
+        of(Parameter("x", "float", True), Parameter("n", "int", False)),
+        of(Parameter("x", "int64", False), Parameter("n", "int", False)),
+        of(Parameter("x", "int64", True)),
+    ]
+    assert not any(own.takes_arguments_of(other) for other in others)
 
 
 def test_there_are_kernels() -> None:
