@@ -31,14 +31,19 @@ class Driver:
             for kind, at in zip(kinds, pointers, strict=True)
         ]
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        overlap, *clusters = config.attrs
+        (cluster,) = [one.value.clusterDim for one in clusters] or [None]
         found = SimpleNamespace(
             kernel=kernel,
             words=words,
             grid=grid,
             threads=config.blockDimX,
+            block=(config.blockDimX, config.blockDimY, config.blockDimZ),
             shared_bytes=config.sharedMemBytes,
             attributes=config.numAttrs,
-            overlaps=config.attrs[0].value.programmaticStreamSerializationAllowed,
+            attribute_ids=[one.id for one in config.attrs],
+            overlaps=overlap.value.programmaticStreamSerializationAllowed,
+            cluster=None if cluster is None else (cluster.x, cluster.y, cluster.z),
             stream=int(config.hStream),
         )
         self.launches.append(found)

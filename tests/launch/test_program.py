@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Drive
     assert (clustered.grid, clustered.threads, clustered.shared_bytes) == ((8, 3, 1), 64, 1000)
     assert (single.grid, single.threads, single.shared_bytes) == ((5, 1, 1), 96, 0)
     assert (clustered.attributes, single.attributes) == (2, 1)
+    assert (clustered.cluster, single.cluster) == ((4, 1, 1), None)
+    assert (clustered.block, single.block) == ((64, 1, 1), (96, 1, 1))
+    known = bindings.CUlaunchAttributeID
+    ids = [
+        known.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        known.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+    ]
+    assert (clustered.attribute_ids, single.attribute_ids) == (ids, ids[:1])
     assert {launched.stream for launched in driver.launches} == {100}
 
 
@@ -87,10 +96,37 @@ def test_a_program_follows_the_current_stream(
     assert [launched.stream for launched in driver.launches] == [7, 7, 9, 9, 7]
 
 
+def test_the_stream_is_that_of_the_program_s_device(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", asked.append)
+    for device in (torch.device("cuda", 3), torch.device("cuda")):
+        recording = Recording(Target(device, "sm_90a", 132), 1)
+        Program(recording, Memory(CPU, 0)).run(1)
+    assert asked == [3, 0]
+
+
+def test_what_a_launch_reads_lives_as_long_as_its_program(driver: Driver) -> None:
+    """The driver has only its address."""
+    recording = Recording(TARGET, 1)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    y = recording.empty((1, 64), torch.bfloat16)
+    normalise(recording, x, y, Shape(NORM, 1, 32))
+    running = Program(recording)
+    memory = ref(x)
+    del recording, x, y
+    assert memory() is not None
+    del running
+    assert memory() is None
+
+
 def test_a_dense_step_has_other_launches_and_fewer(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first launch is not in it: the second one may be the first of the program."""
+    """The first launch is not in it: the second one may be the first of the program. Behind that
+    all may start early, whatever is left out.
+    """
     recording = Recording(TARGET, 1)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     y = recording.empty((1, 64), torch.bfloat16)
@@ -101,14 +137,20 @@ def test_a_dense_step_has_other_launches_and_fewer(
     recording.serve_choice(Shape(NORM, 3, 32))
     recording.choose(x, 100)
     normalise(recording, x, y, Shape(NORM, 4, 32))
-    assert recording.leave_choice_out(y)
-    assert recording.leave_choice_out(x)
+    normalise(recording, x, y, Shape(NORM, 5, 32))
+    recording.serve_choice(None)
+    weight = recording.empty((64,), torch.float32)
+    recording.choose(weight, 100)
+    normalise(recording, x, y, Shape(NORM, 6, 32))
+    for chosen in (y, x, weight):
+        assert recording.leave_choice_out(chosen)
     running = Program(recording)
     running.run(1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 9)
     running.run(1, dense=True)
     found = [(launched.grid[0], launched.overlaps, launched.stream) for launched in driver.launches]
-    assert found == [(1, 0, 100), (2, 0, 100), (4, 1, 100), (3, 0, 9), (4, 1, 9)]
+    sparse = [(1, 0, 100), (2, 0, 100), (4, 1, 100), (5, 1, 100), (6, 1, 100)]
+    assert found == [*sparse, (3, 0, 9), (4, 1, 9), (6, 1, 9)]
 
 
 def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) -> None:
@@ -118,6 +160,7 @@ def test_a_range_of_items_runs_alone_and_calls_get_their_memory(driver: Driver) 
     calls: list[tuple[int, int]] = []
     normalise(recording, x, y, Shape(NORM, 3, 32))
     recording.call(lambda tokens, memory: calls.append((tokens, memory.data_ptr())), y)
+    normalise(recording, x, y, Shape(NORM, 3, 32))
     running = Program(recording)
     running.run(3, 1, 2)
     assert driver.launches == []
@@ -135,6 +178,7 @@ def test_zeroed_counters_belong_to_one_program_and_are_shared_inside_it(driver: 
     second, others = counted()
     assert first.tensor(counters).tolist() == [0] * 4
     first.tensor(counters).fill_(1)
+    assert first.tensor(counters).tolist() == [1] * 4
     assert second.tensor(others).tolist() == [0] * 4
 
 

@@ -89,7 +89,7 @@ def test_shared_memory_is_asked_for_once_for_each_kernel_and_more_of_it(
 
     normalise(recording, x, recording.empty((64, 64), torch.bfloat16), shape)
     running = Program(recording)
-    for tokens in (1, 2, 1, 3, 4, 2, 3):
+    for tokens in (1, 2, 1, 2, 4, 3, 4, 2, 3):
         running.run(tokens)
     assert asked == [shapes[tokens] for tokens in (1, 2, 3, 2, 3)]
 
@@ -119,18 +119,23 @@ def test_launches_that_are_alike_change_together(driver: Driver) -> None:
     assert [launched.overlaps for launched in driver.launches] == 3 * [0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("of", "what"), [(prepared, "allow_shared_memory"), (prepared.Words, "pack")]
+)
 @pytest.mark.parametrize("then", [64, 30])
 def test_a_change_that_is_interrupted_leaves_no_launch_of_two_lengths(
-    then: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    then: int, of: object, what: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = Kernel(NORM.source, NORM.function, (("FEW", 1),))
     recording = Recording(TARGET, 64)
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
 
     def shape(tokens: int) -> Shape:
-        return Shape(few if tokens < 64 else NORM, tokens, 32, 20_000 + tokens)
+        kernel = few if tokens < 64 else NORM
+        return Shape(kernel, tokens, 32, 20_000 + tokens, numbers={"width": tokens})
 
-    normalise(recording, x, recording.empty((64, 64), torch.bfloat16), shape)
+    y = recording.empty((64, 64), torch.bfloat16)
+    recording.launch(shape, x=x, weight=None, y=y, eps=1e-6)
     running = Program(recording)
     running.run(64)
 
@@ -138,9 +143,9 @@ def test_a_change_that_is_interrupted_leaves_no_launch_of_two_lengths(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "allow_shared_memory", interrupt)
+        patch.setattr(of, what, interrupt)
         with pytest.raises(KeyboardInterrupt):
             running.run(30)
     running.run(then)
-    found = [(one.kernel, one.grid[0], one.shared_bytes) for one in driver.launches]
-    assert found == [(NORM, 64, 20_064), (shape(then).kernel, then, 20_000 + then)]
+    found = [(one.kernel, one.grid[0], one.shared_bytes, one.words[3]) for one in driver.launches]
+    assert found == [(NORM, 64, 20_064, 64), (shape(then).kernel, then, 20_000 + then, then)]
