@@ -161,8 +161,6 @@ class _ReadyLaunch:
 
     def __init__(self, item: Launch, sparse: PreparedLaunch, dense: PreparedLaunch | None) -> None:
         self.name = item.signature.kernel
-        # Kept alive: the launch itself has only their addresses.
-        self._kept = [value for value in item.tensors if not value.is_meta]
         self.in_sparse = sparse
         self.in_dense = dense
 
