@@ -94,6 +94,16 @@ def test_items_that_are_gone_have_neither_left_nor_done_it() -> None:
     assert left.done_alone() == []
 
 
+def test_a_later_item_may_leave_work_and_calls_do_none_of_it() -> None:
+    left = Left()
+    left.take_along()
+    later = LeftWork(ALONE, arguments(left.buffer(), left.buffer()), (left.buffer(),))
+    left.recording.leave(later)
+    assert left.recording.left() is later
+    left.recording.call(print, left.buffer())
+    assert left.recording.left() is later
+
+
 def test_nothing_is_left_of_other_work() -> None:
     left = Left()
     assert Recording(HOPPER, 1).left() is None

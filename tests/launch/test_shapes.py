@@ -26,6 +26,21 @@ def test_equal_constants_have_their_shapes_in_common() -> None:
     ]
 
 
+def test_the_lengths_of_chunks_and_of_what_is_behind_them_are_remembered() -> None:
+    """A prompt has chunks of one length and a last one of another."""
+    asked = []
+
+    def counted(threads: int, tokens: int) -> Shape:
+        asked.append(tokens)
+        return Shape(KERNEL, tokens, threads)
+
+    shapes = by_tokens(counted, 32)
+    for _ in range(3):
+        for tokens in (512, 100):
+            assert shapes(tokens).blocks == tokens
+    assert asked == [512, 100]
+
+
 @pytest.mark.parametrize("limit", [1, 2, 100, 128, 8191, 8192])
 def test_the_longest_shape_is_looked_for_in_few_steps(limit: int) -> None:
     """Of a launch for up to so many tokens: once for all layers, and not token by token."""
@@ -44,7 +59,7 @@ def test_the_longest_shape_of_a_part_or_of_none() -> None:
     def between(first: int, last: int, tokens: int) -> Shape | None:
         return Shape(KERNEL, tokens, 32) if first <= tokens <= last else None
 
-    assert by_tokens(between, 4000, 4100).longest(8192) == Shape(KERNEL, 4100, 32)
+    assert by_tokens(between, 50, 60).longest(8192) == Shape(KERNEL, 60, 32)
     assert by_tokens(between, 50, 60).longest(49) is None
     whole = by_tokens(between, 1, 300)
     assert [whole.longest(most) for most in (200, 400)] == [

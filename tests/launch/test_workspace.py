@@ -97,6 +97,13 @@ def test_memory_is_used_again_by_what_comes_later() -> None:
     assert layout.nbytes == 4096 + 4096 + 1024
 
 
+def test_buffers_begin_at_multiples_of_512_bytes() -> None:
+    """As ``Recording.empty`` says, and what tells whether a view is aligned."""
+    made, buffers = recorded([1, 1, 513, 1], [[0, 1, 2, 3]])
+    assert sorted(offsets(lay_out(made), buffers)) == [0, 1024, 1536, 2048]
+    assert lay_out(made).nbytes == 2560
+
+
 def test_a_gap_is_filled_to_its_end() -> None:
     made, buffers = recorded([1024] * 3, [[0], [0, 1], [1, 2]])
     assert offsets(lay_out(made), buffers) == [0, 1024, 0]
