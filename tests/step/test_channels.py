@@ -242,6 +242,8 @@ def test_the_head_gets_the_columns_of_every_share(planned: PlannedModel) -> None
             assert isinstance(width, int)
             found[int(y.storage_offset())] = width
             assert item.arguments.get("pitch", vocabulary) == vocabulary
+            # They come soon: what follows starts meanwhile.
+            assert dict(item.shape.kernel.defines).get("EARLY", 1) == 1
     firsts = [share.first for share in planned.shares] or [0]
     assert sorted(found) == firsts
     for share in planned.shares[:-1]:
