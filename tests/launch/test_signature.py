@@ -17,11 +17,12 @@ DECLARED = """
 #include "shared.cuh"
 #include <cuda_bf16.h>
   #include "beside.cuh"
+#include "common.cuh"
 /* extern "C" __global__ void also_commented_out(int a,
    int b) {} */
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) scale(
     const bf16* __restrict__ x,  // the input, [T, E]
-    float *y,
+    float *const y,
     const int64 *__restrict__ positions, /* a comment, with a comma */
     const unsigned char* codes,
     unsigned mask, int rows, const int64 stride, float factor) {
@@ -53,6 +54,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (tmp_path / folder / "shared.cuh").write_text(header)
     (tmp_path / name / "kernel.cu").write_text(DECLARED)
     (tmp_path / name / "beside.cuh").write_text(BESIDE)
+    # What a header of all includes lies beside that, whatever the op has of the same name.
+    (tmp_path / "_device" / "common.cuh").write_text('#include "near.cuh"\n')
+    (tmp_path / "_device" / "near.cuh").write_text(BESIDE.replace("beside", "near"))
+    (tmp_path / name / "near.cuh").write_text(BESIDE.replace("beside", "afar"))
     monkeypatch.setattr(module, "OPS", tmp_path)
     monkeypatch.setattr(module, "SHARED_HEADERS", tmp_path / "_device")
     return f"{name}/kernel"
@@ -76,12 +81,20 @@ def test_parameters_are_read_with_names_types_and_pointers(source: str) -> None:
 def test_headers_are_searched_and_comments_are_not(source: str) -> None:
     assert signature(source, "nothing").parameters == ()
     assert signature(source, "from_header").parameters == (Parameter("bytes", "void", True, True),)
-    assert signature(source, "from_beside").parameters == (Parameter("a", "int", False),)
+    for name in ("from_beside", "from_near"):
+        assert signature(source, name).parameters == (Parameter("a", "int", False),)
     hidden = ("commented_out", "also_commented_out", "not_an_entry", "scale_row", "hidden")
-    for name in (*hidden, "noth"):
+    for name in (*hidden, "from_afar", "noth"):
         with pytest.raises(KeyError, match=f"kernel.cu: found no .* {name}"):
             signature(source, name)
     assert [one.kernel for one in entries(module.source_path(source))] == ["scale", "nothing"]
+
+
+def test_a_list_that_does_not_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.cu"
+    path.write_text('extern "C" __global__ void broken(int a, (int b)')
+    with pytest.raises(ValueError, match="a kernel's parameter list does not end"):
+        entries(path)
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
