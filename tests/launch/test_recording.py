@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,15 @@ def test_sums_over_the_ranks_are_numbered() -> None:
     recording = Recording(TARGET, 1)
     assert [recording.next_exchange() for _ in range(3)] == [0, 1, 2]
     assert recording.exchanges == 3
+
+
+def test_steps_are_begun_where_there_are_other_ranks() -> None:
+    alone = Recording(TARGET, 1)
+    assert (alone.begin_step(), alone.steps_begun) == (None, 0)
+    peers: Any = SimpleNamespace(step_4=torch.zeros(4, dtype=torch.int32))
+    recording = Recording(TARGET, 1, peers=peers)
+    assert [recording.begin_step() is peers.step_4 for _ in range(2)] == [True, True]
+    assert recording.steps_begun == 2
 
 
 def test_items_part_where_the_ranks_meet_too() -> None:

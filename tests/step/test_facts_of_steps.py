@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,18 @@ def test_what_is_launched_goes_with_the_tokens() -> None:
     # What shorter steps launch has to be compiled too.
     architecture = TARGETS[HEAD].architecture
     assert step_of(some).kernels() == {(KERNEL, architecture), (few.kernel, architecture)}
+
+
+def test_a_part_differs_in_dense_steps_if_one_of_its_own_launches_does() -> None:
+    other = replace(launch("chosen"), dense_shape=None)
+    step = step_of(launch(), other, Call(print, []), launch())
+    found = [
+        (start, stop)
+        for start in range(4)
+        for stop in range(start + 1, 5)
+        if step.differs_if_dense(Part("head", HEAD, None, start, stop))
+    ]
+    assert found == [(start, stop) for start in (0, 1) for stop in (2, 3, 4) if stop > start]
 
 
 def test_kernels_for_unusual_geometry_are_said_once_and_those_of_others_are_not(
