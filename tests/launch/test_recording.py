@@ -55,8 +55,9 @@ def test_a_buffer_stays_as_long_as_its_recording() -> None:
     """Else a stranger's storage could get the key of one that nobody else has kept."""
     recording = Recording(TARGET, 8)
     buffer = weakref.ref(recording.empty((8, 64), torch.bfloat16))
-    assert buffer() is not None
-    assert recording.owns(buffer())
+    kept = buffer()
+    assert kept is not None
+    assert recording.owns(kept)
 
 
 def test_places_inside_a_buffer() -> None:

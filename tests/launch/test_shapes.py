@@ -37,7 +37,7 @@ def test_the_lengths_of_chunks_and_of_what_is_behind_them_are_remembered() -> No
     shapes = by_tokens(counted, 32)
     for _ in range(3):
         for tokens in (512, 100):
-            assert shapes(tokens).blocks == tokens
+            assert shapes(tokens) == Shape(KERNEL, tokens, 32)
     assert asked == [512, 100]
 
 

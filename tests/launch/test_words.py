@@ -1,6 +1,7 @@
 """Arguments as the driver reads them: each in a word of its own, of its type."""
 
 import ctypes
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,7 @@ from dsv4.launch.signature import Parameter
         ("float", ctypes.c_float, (0.5, -2.0, 3)),
     ],
 )
-def test_a_number_is_written_as_its_type(
-    kind: str, word: ctypes.c_int, values: tuple[float, ...]
-) -> None:
+def test_a_number_is_written_as_its_type(kind: str, word: Any, values: tuple[float, ...]) -> None:
     before, number, behind = (Parameter(name, kind, False) for name in ("a", "b", "c"))
     words = Words([before, number, behind])
     words.pack(dict(zip("abc", values, strict=True)))
