@@ -17,8 +17,9 @@ from tests.shared_results import shared
 # PyTorch's builds for CUDA bring NVRTC 13.0, whose assembler spills here and there, and moves loads
 # behind a wait. A decode step takes the same time with either (docs/log.md).
 _ASSEMBLER = importlib.metadata.version("nvidia-cuda-nvrtc")
+ASSEMBLER_IS_13_5 = tuple(map(int, _ASSEMBLER.split(".")[:2])) >= (13, 5)
 of_assembler_13_5 = pytest.mark.skipif(
-    tuple(map(int, _ASSEMBLER.split(".")[:2])) < (13, 5),
+    not ASSEMBLER_IS_13_5,
     reason=f"what CUDA 13.5 makes of the source, found NVRTC {_ASSEMBLER}",
 )
 

@@ -24,7 +24,14 @@ from dsv4.ops.linear.prefill import (
 from dsv4.ops.linear.prefill_long import HALF, LARGE, LongForm
 from dsv4.weights.quant import QuantFormat
 from tests.ops.linear.meta import PREFILL_REGISTERS
-from tests.ops.sass import compile_once, count, disassemble, of_assembler_13_5, resources
+from tests.ops.sass import (
+    ASSEMBLER_IS_13_5,
+    compile_once,
+    count,
+    disassemble,
+    of_assembler_13_5,
+    resources,
+)
 
 ENTRIES = {
     MODE_LINEAR: "prefill_linear",
@@ -43,6 +50,7 @@ LONG_VARIANTS = [
 ]
 SPILLED = {(MODE_LINEAR, LARGE): 28, (MODE_LINEAR, HALF): 8, (MODE_GATE_UP, WIDE): 16}
 # Rows of which blocks of 12 warps leave none idle.
+FOUR_BIT = (QuantFormat.NVFP4, QuantFormat.MXFP4)
 ROWS = 768
 PORTABLE = "linear/prefill_gemm"
 HOPPER = "linear/prefill_gemm_sm90"
@@ -103,7 +111,10 @@ def test_lists_have_the_registers_that_they_need(form: str, format: QuantFormat)
         ((registers, spilled),) = resources(log).values()
         assert registers == PREFILL_REGISTERS[variant.threads]
         # Where the results of either type are stored.
-        assert spilled <= (88 if (form, format) == ("sm_90a", QuantFormat.FP8_BLOCK128) else 0)
+        most = 88 if (form, format) == ("sm_90a", QuantFormat.FP8_BLOCK128) else 0
+        if not ASSEMBLER_IS_13_5 and form == "sm_100a" and format in FOUR_BIT:
+            most = 40
+        assert spilled <= most
         assert "serialized" not in log
 
 
