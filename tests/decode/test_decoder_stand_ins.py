@@ -1,7 +1,6 @@
 """CUDAGraphDecoder on stand-ins for streams and captured steps: what it takes back."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,21 +11,10 @@ from dsv4.decode import CUDAGraphDecoder, cuda_graph_decoder
 from dsv4.limits import STEPS_AHEAD
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.step.token_loop import TokenLoop
+from tests.decode.quiet_cuda import quiet_cuda
 from tests.step.test_token_loop import START, World
 
 GREEDY = Sampler(SamplingParams(temperature=0))
-
-
-class Quiet:
-    """Stands for a stream or an event of the only device."""
-
-    def __init__(self, *_: object) -> None:
-        """Any device."""
-
-    def record(self, *_: object) -> None:
-        """Nothing runs."""
-
-    wait_event = synchronize = record
 
 
 def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecoder:
@@ -46,15 +34,7 @@ def decoder_on(world: World, monkeypatch: pytest.MonkeyPatch) -> CUDAGraphDecode
     def captured(step: Any, *_: object) -> SimpleNamespace:
         return SimpleNamespace(step=step, run=run, run_and_sample=run_and_sample)
 
-    for name, stand_in in (
-        ("Stream", Quiet),
-        ("Event", Quiet),
-        ("graph_pool_handle", lambda: (0, 0)),
-        ("current_stream", Quiet),
-        ("synchronize", lambda device: None),
-        ("stream", lambda stream: nullcontext()),
-    ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    quiet_cuda(monkeypatch)
     monkeypatch.setattr(cuda_graph_decoder, "CapturedStep", captured)
     world.step.tokens = 1
     world.step.recorded = SimpleNamespace(ends=lambda max_context: [max_context])

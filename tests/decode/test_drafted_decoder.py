@@ -14,7 +14,7 @@ from dsv4.decode import cuda_graph_decoder
 from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.speculative.tally import DraftCount
-from tests.decode.test_decoder_stand_ins import Quiet
+from tests.decode.quiet_cuda import quiet_cuda
 from tests.step.test_token_loop import World
 
 GREEDY = Sampler(SamplingParams(temperature=0))
@@ -30,15 +30,7 @@ class Device:
         self.ran: list[tuple[str, int]] = []
         self.log: list[object] = []
         self.entered: list[object] = []
-        for name, stand_in in (
-            ("Stream", Quiet),
-            ("Event", Quiet),
-            ("graph_pool_handle", lambda: (0, 0)),
-            ("current_stream", Quiet),
-            ("synchronize", lambda device: None),
-            ("stream", self.on_stream),
-        ):
-            monkeypatch.setattr(torch.cuda, name, stand_in)
+        quiet_cuda(monkeypatch, self.on_stream)
         monkeypatch.setattr(cuda_graph_decoder, "CapturedStep", self.captured)
         self.steps: Any = SimpleNamespace(
             state=self.state,
