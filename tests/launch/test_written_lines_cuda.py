@@ -2,7 +2,6 @@
 kept in L1, the rows that the one between them writes.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from dsv4.launch import compiler, signature
 from dsv4.launch.kernel import Kernel, Shape
-from dsv4.launch.loading import driver, loaded
+from dsv4.launch.loading import driver
 from dsv4.launch.prepared import LaunchForm, PreparedLaunch
 from dsv4.launch.target import ARCHITECTURES, Target, compile_target
 
@@ -81,7 +80,7 @@ extern "C" __global__ void read(const int* rows, int* stale, int64* began, int w
 
 
 @pytest.fixture(autouse=True)
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels above in place of those of ``dsv4/ops``."""
     folder = tmp_path / "lines"
     folder.mkdir()
@@ -90,8 +89,6 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "source_path", lambda source: tmp_path / f"{source}.cu")
     monkeypatch.setattr(compiler, "OPS", tmp_path)
     monkeypatch.setenv("DSV4_KERNEL_CACHE", str(tmp_path / "cache"))
-    yield
-    loaded.cache_clear()
 
 
 def kernel(name: str, load: str) -> Kernel:
