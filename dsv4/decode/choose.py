@@ -86,11 +86,9 @@ def _check(decoder: CUDAGraphDecoder, eager: list[Tensor]) -> _Checked:
 def _check_logits(
     steps: RecordedSteps, max_context: int, decode: Callable[[int], Tensor]
 ) -> list[Tensor]:
-    """The logits of every step of a self-check, which leaves the position at its start."""
+    """The logits of every step of a self-check."""
     count = min(_CHECK_STEPS, max_context)
     start = min(_CHECK_START, max_context - count)
     vocabulary = steps.model.embed.table_VE.shape[0]
     steps.state.set_position(start)
-    logits = [decode(_TOKEN_STRIDE * step % vocabulary).clone() for step in range(count)]
-    steps.state.set_position(start)
-    return logits
+    return [decode(_TOKEN_STRIDE * step % vocabulary).clone() for step in range(count)]
