@@ -25,10 +25,10 @@ def run(code: str) -> str:
 
 
 def test_importing_dsv4_touches_neither_cuda_nor_the_environment() -> None:
-    # The libraries may read their own variables, so they are imported before the environment is
-    # taken away.
+    # Libraries may read their own variables, so they are imported before the environment is taken
+    # away.
     run("""
-import os, numpy, safetensors.torch, tokenizers, torch
+import os, sysconfig, numpy, safetensors.torch, tokenizers, torch
 class Forbidden:
     def __getattribute__(self, name):
         raise AssertionError("import read the environment")

@@ -293,4 +293,4 @@ def add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--verbose", action="store_true", help="log lines on stderr in place of progress bars"
     )
-    group.add_argument("--quiet", action="store_true", help="nothing but the text")
+    group.add_argument("--quiet", action="store_true", help="of stderr only warnings and errors")

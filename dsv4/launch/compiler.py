@@ -65,6 +65,8 @@ def translation_unit(source: str, architecture: str, defines: Defines) -> tuple[
         ptxas_options=["-v"],
         # Some versions take a generic lambda inside a kernel for host code otherwise.
         device_as_default_execution_space=True,
+        # The folder is the cache: what the driver keeps besides comes without the assembler's log.
+        no_cache=True,
     )
     text = f'{device_header()}#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}'
     return text, options

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import dsv4.bench.__main__ as bench
 from dsv4.bench import plot
@@ -65,7 +66,10 @@ def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> No
         (f"export {CHECKPOINT} /proc/x --format bf16", "/proc"),
     ],
 )
-def test_bad_input(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     command, *arguments = line.split()
     main: Callable[[list[str]], int] = MAINS[command]
     assert main(arguments) == 2

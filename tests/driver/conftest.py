@@ -75,11 +75,14 @@ def drive(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., 
 
 @pytest.fixture
 def start(checkpoint: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts the driver as a process of its own, with pipes; no process outlives its test."""
+    """Starts the driver as a process of its own, on the CPU, with pipes; no process outlives its
+    test.
+    """
     processes: list[subprocess.Popen[bytes]] = []
 
     def run(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, DRIVER, "--model", checkpoint, *map(str, arguments)]
+        place = ["--model", checkpoint, "--device", "cpu"]
+        command = [sys.executable, DRIVER, *place, *map(str, arguments)]
         # The driver has to flush by itself, whatever this environment says.
         environment = {
             name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"

@@ -198,8 +198,9 @@ def test_infinity_in_an_indexer_is_one_line(drive: Drive, broken_copy: Path) -> 
                 poisoned += 1
         save_file(tensors, shard)
     assert poisoned
-    result = drive("--prompt", "Hello, how are you today?", "--model", broken_copy)
-    result.assert_user_error("infinity in layers.")
+    # Kernels compute no scores as long as all entries are read.
+    flags = ("--device", "cpu", "--prompt", "Hello, how are you today?", "--model", broken_copy)
+    drive(*flags).assert_user_error("infinity in layers.")
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,8 @@ def test_observed_step_runs_its_kernels_one_by_one(
 
 def test_profile_lists_every_op_of_the_step(drive: Drive, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    result = drive("--max-tokens", 3, "--ignore-eos", "--profile", "--json", path)
+    flags = ("--device", "cpu", "--max-tokens", 3, "--ignore-eos", "--profile", "--json", path)
+    result = drive(*flags)
     for op in ("embed", "moe", "sparse_attention", "hc_pre", "row_parallel_linear", "sample_token"):
         assert (
             len(re.findall(rf"^  {op} +\d+ +[\d.]+ +[\d.]+( +[\d.]+)+$", result.err, re.MULTILINE))

@@ -23,7 +23,11 @@ def read(recording: Recording, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_a_tensor_elsewhere_is_refused(recording: Recording, device: str) -> None:
+def test_a_tensor_elsewhere_is_refused(
+    recording: Recording, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise the first fake tensor of a device starts it.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with FakeTensorMode():
         x = torch.empty(1, 64, dtype=torch.bfloat16, device=device)
     message = f"rms_norm: found a tensor on {device}, expected cuda:0"

@@ -27,7 +27,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    write_synthetic(path, raw_config(), "f32", 0)
+    write_synthetic(path, raw_config(), "bf16", 0)
     return path
 
 
