@@ -11,13 +11,19 @@ import torch
 from dsv4.caches.allocation import COMPUTE_DTYPES
 from dsv4.checkpoint import Layout, geometry_config
 from dsv4.checkpoint.layer_weights import LayerSource, RandomLayers, StoredLayers
-from dsv4.command.flags import OneLineParser, given_flags, integer, number
+from dsv4.command.flags import (
+    OneLineParser,
+    add_prefill_activations,
+    given_flags,
+    integer,
+    number,
+)
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.limits import MAX_PREFILL_CHUNK
-from dsv4.ops.tables import TORCH_TABLE, swap_ops
+from dsv4.ops.tables import swap_ops, torch_table
 from dsv4.parallel.devices import engine_devices, table_on
 from dsv4.validate.agreement import DEFAULT_THRESHOLD
 from dsv4.validate.joined_trace import expect_same_tokens, expect_tokens_of, trace_with_ranks
@@ -89,6 +95,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     add("--swap", action="append", default=[], metavar="OP=TABLE", help="e.g. moe=torch")
     add("--kv-dtype", choices=("fp8", "bf16"), default="fp8", help="also of --reference torch")
     add("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_prefill_activations(parser)
     add("--reference-device", choices=("cpu", "cuda"), default="cpu")
     add("--reference-compute-dtype", choices=("bfloat16", "float32"), help="default: as above")
     add(
@@ -160,8 +167,10 @@ def make_walk(options: argparse.Namespace, stack: ExitStack) -> Walk:
         expect_tokens_of(trace, source.config)
     reference: Reference
     if options.reference == "torch":
-        torch_layers = EngineLayers(source, reference_engine, TORCH_TABLE, reference_devices)
-        reference = TorchReference(torch_layers, DEFAULT_CHUNK)
+        torch_ops = torch_table(options.prefill_activations)
+        torch_layers = EngineLayers(source, reference_engine, torch_ops, reference_devices)
+        rounds = options.prefill_activations != "bf16"
+        reference = TorchReference(torch_layers, None if rounds else DEFAULT_CHUNK)
     elif options.reference == "transformers":
         reference = TransformersLayers(source)
     else:
@@ -201,12 +210,14 @@ def engine_configs(options: argparse.Namespace) -> tuple[EngineConfig, EngineCon
         ops=options.ops,
         kv_dtype=options.kv_dtype,
         compute_dtype=options.compute_dtype,
+        prefill_activations=options.prefill_activations,
     )
     reference = EngineConfig(
         device=options.reference_device,
         ops="torch",
         kv_dtype=options.kv_dtype,
         compute_dtype=options.reference_compute_dtype or options.compute_dtype,
+        prefill_activations=options.prefill_activations,
     )
     return found, reference
 

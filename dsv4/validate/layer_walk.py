@@ -14,7 +14,7 @@ from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
 from dsv4.layers.values import value_names
-from dsv4.ops.tables import TORCH_TABLE, DirectTable, Table
+from dsv4.ops.tables import DirectTable, Table
 from dsv4.validate.against import expect_shape, expect_shape_of_choices
 from dsv4.validate.agreement import Agreement, RowComparison, align
 from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
@@ -47,8 +47,10 @@ class Computed(NamedTuple):
 class Reference(Protocol):
     """The other side."""
 
-    def run(self, layer: int, given: Given, found: Values) -> Computed:
-        """The values of a layer on what it is given; ``found``: those of this engine."""
+    def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
+        """The values of a layer on what it is given; ``found``: those of this engine, computed with
+        ``chunk`` tokens per step.
+        """
         ...
 
 
@@ -70,19 +72,20 @@ class EngineLayers:
 @dataclass(frozen=True)
 class TorchReference:
     """The torch ops. They follow the choices of the engine, whose router and indexer are compared
-    apart.
+    apart. ``chunk``: tokens per step; None: as many as the engine, for activations that are
+    rounded by the length of a step.
     """
 
     layers: EngineLayers
-    chunk: int
+    chunk: int | None
 
-    def run(self, layer: int, given: Given, found: Values) -> Computed:
+    def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """See ``Reference``."""
         prefix = f"layers.{layer}."
         followed = FollowedChoices(found[prefix + EXPERTS], found.get(prefix + ENTRIES))
         loaded = self.layers.load(layer)
-        following = replace(loaded, table=DirectTable(TORCH_TABLE.packing, followed.ops))
-        values = following.run(given, self.chunk)
+        following = replace(loaded, table=DirectTable(loaded.table.packing, followed.ops))
+        values = following.run(given, self.chunk or chunk)
         return Computed(values, {prefix + name: ids for name, ids in followed.own().items()})
 
 
@@ -92,7 +95,7 @@ class TraceReference:
 
     trace: JoinedTrace
 
-    def run(self, layer: int, given: Given, found: Values) -> Computed:
+    def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """See ``Reference``."""
         theirs = {name for name in self.trace.names if layer_of(name) == layer}
         names = common_names(theirs, found.keys())
@@ -153,7 +156,7 @@ class Walk:
             for chunk in self.chunks:
                 started = time.perf_counter()
                 own = loaded.run(given, chunk)
-                expected = self.reference.run(layer, given, own)
+                expected = self.reference.run(layer, given, own, chunk)
                 rows = self._compare(kind, own, expected)
                 seconds = time.perf_counter() - started
                 only_ours = sorted(own.keys() - {row.name for row in rows}, key=execution_order)

@@ -66,10 +66,11 @@ class OneLayer:
         device: torch.device,
     ) -> "OneLayer":
         """With the torch ops routed experts stay where they are, and are read one at a time as they
-        are used.
+        are used; unless activations are rounded, which takes a look at all experts.
         """
         config = source.config
-        weights = source.weights(layer, device, on_demand=isinstance(table, DirectTable))
+        on_demand = isinstance(table, DirectTable) and engine.prefill_activations == "bf16"
+        weights = source.weights(layer, device, on_demand)
         block = Block.build(
             config,
             WeightReader(ReadOnce(weights), table.packing, f"layers.{layer}."),

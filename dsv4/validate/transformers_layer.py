@@ -40,7 +40,7 @@ class TransformersLayers:
         self._config._experts_implementation = "eager"
 
     @torch.inference_mode()
-    def run(self, layer: int, given: Given, found: Values) -> Computed:
+    def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """The streams after the layer, of all tokens in one step. See ``Reference``."""
         from transformers.masking_utils import create_sliding_window_causal_mask
         from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
