@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dsv4.demo.training import evaluate
 from dsv4.engine_config import ACTIVATION_MODES
 from dsv4.errors import UserError
 from dsv4.native.check import Result, Verdict
-from dsv4.validate import blackwell_report, cosine, exchange, graph_readiness
+from dsv4.validate import blackwell_report, cosine, exchange, graph_readiness, layer_flags
 from dsv4.validate.anonymous import Anonymiser
 from dsv4.validate.blackwell_report import Machine, main, parse, sections
 from dsv4.validate.device_clocks import summaries
@@ -83,6 +84,7 @@ def test_commands_take_the_flags(monkeypatch: pytest.MonkeyPatch, dry: bool) -> 
     parsers = {
         "dsv4.bench": bench.build_parser().parse_args,
         "dsv4.validate.cosine": cosine.build_parser().parse_args,
+        "dsv4.validate.layers": partial(layer_flags.parse, description=None),
         "dsv4.validate.exchange": exchange.build_parser().parse_args,
         "dsv4.validate.graph_readiness": graph_readiness.build_parser().parse_args,
         "dsv4.demo.training.evaluate": evaluate.parse,
@@ -170,7 +172,8 @@ def test_a_dry_run_tells_everything_but_whose_machine_it_was(tmp_path: Path) -> 
         assert (section["reason"] is None) == (section["status"] == "done")
         assert (section["result"] is None) == (section["status"] == "skipped")
     assert {section["name"] for section in report["sections"] if section["status"] == "done"} >= {
-        *("demo on 1 GPU", "cosine bf16", "cosine fp8", "cosine nvfp4"),
+        *("demo on 1 GPU", "layers bf16", "layers fp8", "layers nvfp4"),
+        *("cosine bf16", "cosine fp8", "cosine nvfp4"),
         *("evaluation bf16", "evaluation fp8", "evaluation nvfp4"),
     }
     hidden = {socket.gethostname(), getpass.getuser(), Path.home().name, str(tmp_path)}
