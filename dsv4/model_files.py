@@ -50,13 +50,14 @@ def resolve_inside(folder: Path, name: str, source: str) -> Path:
     Links may lead to another file of the folder or, in a Hugging Face cache
     (``snapshots/REVISION``), to its ``blobs``. Raises ``UserError`` for anything else.
     """
+    unresolved = f"{folder}: {shorten(name)} named by {source} cannot be resolved"
     try:
         home = folder.resolve()
         target = (folder / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{folder}: {shorten(name)} named by {source} cannot be resolved ({error})"
-        ) from None
+        raise UserError(f"{unresolved} ({error})") from None
+    if target.is_symlink():  # From Python 3.13 on a loop is no error there.
+        raise UserError(f"{unresolved} (a loop of links)")
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
