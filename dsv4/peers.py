@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.integers import ceil_div
 from dsv4.limits import MAX_DECODE_TOKENS
 
 # Exchanges of a step that have numbers of their own (EXCHANGES_PER_STEP in exchange.cuh): two a
@@ -56,7 +57,7 @@ class InboxLayout:
     @property
     def head_rows(self) -> int:
         """The most rows of the head that a rank has (``dsv4.parallel.sharding.cut_of``)."""
-        return -(-self.vocabulary // (HEAD_ROWS * self.ranks)) * HEAD_ROWS
+        return ceil_div(self.vocabulary, HEAD_ROWS * self.ranks) * HEAD_ROWS
 
     @property
     def rank_words(self) -> int:

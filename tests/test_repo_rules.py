@@ -36,7 +36,7 @@ LEAVES = (
     *("dsv4.errors", "dsv4.progress", "dsv4.replaced_file", "dsv4.json_object"),
     "dsv4.limited_process",
     *("dsv4.model_files", "dsv4.peers", "dsv4.channels", "dsv4.turns"),
-    *("dsv4.on_failure", "dsv4.stream_barrier"),
+    *("dsv4.on_failure", "dsv4.stream_barrier", "dsv4.integers"),
 )
 HIGHEST = ("dsv4.cli", "dsv4.serve", "dsv4.demo", "dsv4.validate", "dsv4.bench", "dsv4.measure")
 ABOVE_THE_ENGINE = (*HIGHEST, "dsv4.command")

@@ -11,7 +11,7 @@ import torch
 
 import dsv4.ops
 from dsv4.bench.device import cache_bytes, capture, copy_ceiling, replay_microseconds
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.native.bench import cases as native_cases
 from dsv4.ops.op_case import OpCase
 

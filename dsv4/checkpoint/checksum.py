@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
+
 _WORD = 8
 _CHUNK_WORDS = 8 << 20
 # Odd numbers: of the splitmix64 generator, as signed ones.
@@ -29,7 +31,7 @@ def queued_checksum(memory: Tensor) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
     chunk_bytes = _CHUNK_WORDS * _WORD
-    most = min(_CHUNK_WORDS, -(-memory.numel() // _WORD))
+    most = min(_CHUNK_WORDS, ceil_div(memory.numel(), _WORD))
     places = torch.arange(1, 1 + most, dtype=torch.int64, device=memory.device).mul_(_STEP)
     for chunk, start in enumerate(range(0, memory.numel(), chunk_bytes)):
         part = memory[start : start + chunk_bytes]

@@ -11,6 +11,7 @@ import torch
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.shard import map_tensor
 from dsv4.errors import UserError
+from dsv4.integers import ceil_div
 
 _SAMPLED_TENSORS = 256
 _FEWEST_GAPS = 31
@@ -45,7 +46,7 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
     facts = [checkpoint.raw_config, checkpoint.hf_quant_config, sizes]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     names = sorted(name for name in checkpoint.tensors if ".experts." not in name)
-    for name in names[:: max(1, -(-len(names) // _SAMPLED_TENSORS))]:
+    for name in names[:: max(1, ceil_div(len(names), _SAMPLED_TENSORS))]:
         data = map_tensor(checkpoint.tensors[name]).reshape(-1).view(torch.uint8)
         digest.update(name.encode())
         digest.update(data[:_SAMPLED_BYTES].numpy().data)
@@ -58,7 +59,7 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
 def _blocks(path: Path, size: int) -> Iterator[bytes]:
     """Blocks of a file from its beginning to its end; a small one as a whole."""
     last = max(0, size - _SAMPLED_BYTES)
-    gaps = max(_FEWEST_GAPS, -(-last // _WIDEST_GAP))
+    gaps = max(_FEWEST_GAPS, ceil_div(last, _WIDEST_GAP))
     try:
         with path.open("rb", buffering=0) as file:
             for offset in sorted({last * number // gaps for number in range(gaps + 1)}):

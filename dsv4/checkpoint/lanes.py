@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4.checkpoint.pieces import Span
 from dsv4.checkpoint.staging import LANES
-from dsv4.launch.kernel import round_up
+from dsv4.integers import round_up
 from dsv4.ops.scatter import Part, scatter
 from dsv4.ops.scatter.cuda import PART_BYTES, Scatter, kernel_target, table_words
 

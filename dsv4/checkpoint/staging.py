@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from dsv4.integers import ceil_div
+
 # Of one buffer: all of them together stay in the processor's cache, and the interpreter has time
 # for what it does for each.
 STAGING_BYTES = 8 << 20
@@ -27,7 +29,7 @@ def reader_count() -> int:
 
 def staging_bytes(total: int) -> int:
     """The memory of the host that ``total`` bytes of a load pass."""
-    readers = min(reader_count(), -(-total // STAGING_BYTES))
+    readers = min(reader_count(), ceil_div(total, STAGING_BYTES))
     return (readers + MORE_BUFFERS) * _buffer_bytes(total)
 
 

@@ -22,6 +22,7 @@ from dsv4.checkpoint.pieces import GAP, Piece, Span, in_file_order, spans
 from dsv4.checkpoint.staging import STAGING_BYTES, reader_count
 from dsv4.checkpoint.to_gpus import move_to_gpus
 from dsv4.checkpoint.uncollected import uncollected
+from dsv4.integers import ceil_div
 
 
 def transfer(
@@ -61,7 +62,7 @@ class Transfer:
             devices.update(share.target.device for share in piece.shares)
         self._devices = sorted((one for one in devices if one.type == "cuda"), key=str)
         total = self._missing.total()
-        self._readers = min(readers or reader_count(), -(-total // STAGING_BYTES))
+        self._readers = min(readers or reader_count(), ceil_div(total, STAGING_BYTES))
         self._buffer_bytes = min(total + GAP * len(ordered), STAGING_BYTES)
         self._spans = spans(ordered, STAGING_BYTES)
         self._taking = Lock()

@@ -41,13 +41,3 @@ class Shape:
         blocks = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
         x, y, z = (*blocks, 1, 1)[:3]
         return x, y, z
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
-
-
-def round_up(a: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``a``."""
-    return ceil_div(a, multiple) * multiple

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dsv4.integers import round_up
 from dsv4.launch.buffers import storage_key
-from dsv4.launch.kernel import round_up
 from dsv4.launch.recording import Recording
 
 ALIGNMENT = 512

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4.caches.layer import AttentionState, CompressedState
 from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO, ModelConfig
+from dsv4.integers import ceil_div
 from dsv4.layers.attention import Attended
 from dsv4.layers.hyper_connection import Residual
 from dsv4.ops import Ops
@@ -173,12 +174,12 @@ def _show_compressed_rows(
     cache = state.rows
 
     def rows(positions_T: Tensor) -> Tensor:
-        count = -(-positions_T.shape[0] // ratio)
+        count = ceil_div(positions_T.shape[0], ratio)
         entries = positions_T[0] // ratio + torch.arange(count, device=positions_T.device)
         return cache.read(entries).to(dtype)
 
     if sink.wants(name):
-        shape = (-(-positions_T.shape[0] // ratio), cache.width)
+        shape = (ceil_div(positions_T.shape[0], ratio), cache.width)
         sink.value(name, sink.compute(rows, shape, dtype, positions_T), ratio)
 
 

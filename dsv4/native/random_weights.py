@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.weights.quant import FP8_BLOCK, QuantFormat, QuantTensor
 
 # No NaN among E4M3 codes: their magnitude bits are never all ones.
@@ -43,7 +44,7 @@ class RandomWeights:
             return QuantTensor.dense(self.rows(*shape) * columns**-0.5)
         if format is QuantFormat.FP8_BLOCK128:
             data = (self._bytes(0, 256, *shape) & _E4M3_MASK).view(torch.float8_e4m3fn)
-            blocks = (*stack, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+            blocks = (*stack, ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK))
             scale = self._bytes(*_FP8_EXPONENTS, *blocks).view(torch.float8_e8m0fnu)
             return QuantTensor(data, scale, None, format, shape)
         data = self._bytes(0, 256, *stack, rows, columns // 2)

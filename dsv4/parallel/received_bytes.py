@@ -8,6 +8,7 @@ from dsv4.caches.allocation import COMPUTE_DTYPES, step_tokens
 from dsv4.channels import COUNT_BYTES, WORD_BYTES, Ends, value_bytes
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
+from dsv4.integers import ceil_div
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.parallel.placement import Placement
 from dsv4.peers import SLOTS, InboxLayout
@@ -33,7 +34,7 @@ def channel_words(
     *_, last = placement.layer_devices
     others = [device for device in placement.devices if device != last]
     values = {(last, other): hidden for other in others}
-    values |= {(other, last): -(-config.vocab_size // (1 + len(others))) for other in others}
+    values |= {(other, last): ceil_div(config.vocab_size, 1 + len(others)) for other in others}
     for source, target in pairwise(placement.layer_devices):
         if source != target:
             between = values.get((source, target), 0)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from dsv4.config import ModelConfig
 from dsv4.engine_config import TENSOR_GPUS
 from dsv4.errors import UserError
+from dsv4.integers import ceil_div
 from dsv4.peers import HEAD_ROWS, LOGITS_EXCHANGE
 from dsv4.weights.cut import COLUMNS, ROWS, Cut, part_cuts
 from dsv4.weights.parameters import MtpKind, Parameter, parameters
@@ -45,8 +46,8 @@ def cut_of(parameter: Parameter, ranks: int, rank: int) -> Cut | None:
         return None
     size = parameter.shape[dimension]
     if parameter.name == HEAD:
-        units = -(-size // HEAD_ROWS)
-        first, stop = (-(-at * units // ranks) * HEAD_ROWS for at in (rank, rank + 1))
+        units = ceil_div(size, HEAD_ROWS)
+        first, stop = (ceil_div(at * units, ranks) * HEAD_ROWS for at in (rank, rank + 1))
         return Cut(dimension, first, min(stop, size))
     share = size // ranks
     return Cut(dimension, rank * share, (rank + 1) * share)
@@ -125,7 +126,7 @@ def _obstacle(
             return f"{name} is {size}"
     if ranks > 1 and 2 * config.num_hidden_layers > LOGITS_EXCHANGE:
         return f"num_hidden_layers is {config.num_hidden_layers}, above {LOGITS_EXCHANGE // 2}"
-    if -(-config.vocab_size // HEAD_ROWS) < ranks:
+    if ceil_div(config.vocab_size, HEAD_ROWS) < ranks:
         return f"vocab_size is {config.vocab_size}"
     for parameter, format in stored:
         for rank in range(ranks):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.progress import Progress
 
 # Appends a chunk: its final hidden states.

@@ -21,6 +21,7 @@ from dsv4.command.output_file import check_output
 from dsv4.command.program import command, run_program
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.integers import ceil_div
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.measure.record_file import write_record
 from dsv4.parallel.devices import engine_devices
@@ -82,7 +83,7 @@ def exchange(
     ]
     traffic = [CopyTraffic(devices, distance) for distance in (1, -1)] if copies else []
     done = [torch.cuda.Event() for _ in range(_AHEAD)]
-    steps = -(-exchanges // known.exchanges)
+    steps = ceil_div(exchanges, known.exchanges)
     started = time.perf_counter()
     for step in range(steps):
         done[step % _AHEAD].synchronize()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.weights.codes import e8m0_to_float, unpack_e2m1
 from dsv4.weights.quant import FP8_BLOCK, QuantFormat, QuantTensor, WeightParts
 from dsv4.weights.scale_swizzle import swizzle_block_scale, unswizzle_block_scale
@@ -206,7 +207,7 @@ def native_bytes(format: QuantFormat, shape: tuple[int, ...]) -> int:
 
 def _scale_shape(format: QuantFormat, rows: int, columns: int) -> tuple[int, int, int]:
     groups = columns // NATIVE_GROUP[format]
-    return -(-rows // 128), -(-groups // 4), _ATOM_BYTES
+    return ceil_div(rows, 128), ceil_div(groups, 4), _ATOM_BYTES
 
 
 def _check_parts(

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dsv4.integers import round_up
 from dsv4.weights.codes import e8m0_to_float
 from dsv4.weights.quant import QuantFormat, QuantTensor, ValuesLost, WeightParts, packed_shapes
 
@@ -133,7 +134,7 @@ class PackedWeight(WeightParts):
 
 def padded(size: int) -> int:
     """``size`` rounded up to the multiple of 64 that rows and columns are stored in."""
-    return -(-size // PADDING) * PADDING
+    return round_up(size, PADDING)
 
 
 def chunk_columns(format: QuantFormat) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.buffers import byte_offset, is_aligned, storage_key
 from dsv4.launch.items import Call, Launch
-from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.launch.target import ARCHITECTURES, Target, compile_target

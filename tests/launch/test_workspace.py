@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import storage_key
-from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import ALIGNMENT, Layout, lay_out

@@ -12,8 +12,9 @@ import torch
 
 import dsv4.ops
 from dsv4.bench.ops import all_cases
+from dsv4.integers import round_up
 from dsv4.launch.items import Launch
-from dsv4.launch.kernel import Defines, Shape, round_up
+from dsv4.launch.kernel import Defines, Shape
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from tests.ops.bench_launches import bench_recordings

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.layer import KeySet
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.constants import RowCode
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.attention.any_geometry import attention_any_geometry

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache, RowFormat
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.integers import ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.attention.any_geometry import attention_any_geometry

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from dsv4.channels import HALF_BYTES, Channel, value_bytes
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect, expect_rows
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 
 _SOURCE = "channel/channel"

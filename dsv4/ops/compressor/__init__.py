@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4.caches.layer import CompressedState, CompressorRing, history_tokens
 from dsv4.config import CSA_RATIO
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.ops.hadamard import hadamard
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope

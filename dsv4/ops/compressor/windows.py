@@ -10,8 +10,9 @@ from torch import Tensor
 from dsv4.caches.layer import CompressedState, history_tokens
 from dsv4.caches.rows import RowCache, RowFormat
 from dsv4.config import CSA_RATIO
+from dsv4.integers import ceil_div
 from dsv4.launch.checks import expect, expect_rows
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.limits import MAX_DECODE_TOKENS

@@ -5,7 +5,8 @@ by the one that needs the sum.
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.integers import ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.words import WordSum, incoming, outgoing, peers_of
 from dsv4.ops.linear.decode import linear, linear_words

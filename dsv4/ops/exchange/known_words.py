@@ -4,7 +4,8 @@ wrong with them.
 
 from torch import Tensor
 
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.integers import ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.words import WordSum, incoming, outgoing, peers_of
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.launch.kernel import Defines, ceil_div
+from dsv4.launch.kernel import Defines
 from dsv4.launch.recording import Recording
 
 

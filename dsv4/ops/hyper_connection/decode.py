@@ -1,6 +1,6 @@
 """Hyper-connections of a decode step: blocks share the columns of every token."""
 
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.hyper_connection import HcWeights

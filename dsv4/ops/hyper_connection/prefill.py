@@ -1,7 +1,8 @@
 """Hyper-connections of a long step: mixes on the tensor cores, a block for each token's rest."""
 
+from dsv4.integers import ceil_div
 from dsv4.launch.constants import TOKEN_TILE
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, share_of

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import is_aligned
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.prefill import PartialSum, sum_of
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, send_rows

@@ -6,10 +6,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.items import ShapeOf
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare

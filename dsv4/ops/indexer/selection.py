@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.integers import round_up
 from dsv4.launch.checks import expect, expect_rows
 from dsv4.launch.constants import RowCode
 from dsv4.launch.items import ShapeOf
-from dsv4.launch.kernel import Shape, round_up
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.indexer.query import check_queries
 from dsv4.ops.key_rows import check_rows, row_code

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.caches.rows import RowFormat
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.constants import RowCode
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.indexer.selection import Selection

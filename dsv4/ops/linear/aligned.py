@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dsv4.integers import round_up
 from dsv4.launch.buffers import is_aligned
-from dsv4.launch.kernel import round_up
 from dsv4.launch.recording import Recording
 
 # bfloat16 values in 16 bytes.

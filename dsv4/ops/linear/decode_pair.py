@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dsv4.integers import round_up
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.constants import FORMAT_CODE
 from dsv4.launch.items import Item, Launch
-from dsv4.launch.kernel import Defines, Kernel, Shape, round_up
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.decode_plan import LEAST_SHARED, SHARED_LIMIT, WARPS, slot_bytes
 from dsv4.weights.packed import TILE_ROWS

@@ -7,8 +7,9 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
-from dsv4.launch.kernel import Defines, ceil_div, round_up
+from dsv4.launch.kernel import Defines
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.weights.packed import chunk_columns

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.constants import FORMAT_CODE
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.constants import FORMAT_CODE
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.launch.target import Target

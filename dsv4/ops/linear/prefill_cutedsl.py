@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import ceil_div, round_up
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.aligned import aligned_rows
 from dsv4.ops.linear.prefill import linear_batches

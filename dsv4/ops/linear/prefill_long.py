@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.boxes import Boxes
-from dsv4.launch.kernel import Shape, ceil_div
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.aligned import aligned_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.launch.target import Target

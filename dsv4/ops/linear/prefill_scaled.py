@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import ceil_div, round_up
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear import prefill_w16 as unscaled

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.checks import expect
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.linear.decode import linear
 from dsv4.weights.quant import Weight

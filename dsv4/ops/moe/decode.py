@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
 from dsv4.launch.constants import FORMAT_CODE, MAX_EXPERTS
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.limits import MAX_DECODE_TOKENS

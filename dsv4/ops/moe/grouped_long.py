@@ -4,7 +4,8 @@ of the pairs before.
 
 from torch import Tensor
 
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.integers import ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear.aligned import empty_rows

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from dsv4.launch.kernel import Shape, ceil_div
+from dsv4.integers import ceil_div
+from dsv4.launch.kernel import Shape
 from dsv4.ops.linear.prefill import Build, Tile
 from dsv4.ops.moe.sorted_pairs import Tiling
 

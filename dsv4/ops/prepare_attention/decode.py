@@ -7,8 +7,9 @@ from torch import Tensor
 
 from dsv4.caches.rows import RowCache
 from dsv4.config import CSA_RATIO
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.buffers import byte_offset, is_aligned, storage_key
-from dsv4.launch.kernel import Defines, Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.compressor.decode import compress

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.engine_config import ActivationMode
-from dsv4.launch.kernel import round_up
+from dsv4.integers import round_up
 from dsv4.weights.codes import (
     E2M1_MAX,
     E4M3_MAX,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
-from dsv4.launch.kernel import Kernel, Shape, ceil_div, round_up
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.ops.moe.sorted_pairs import Sorted
 from dsv4.ops.quantize_activations import ActivationFormat

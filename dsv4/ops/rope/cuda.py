@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.checks import expect
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.key_rows import in_vectors

@@ -6,7 +6,8 @@ A decode step routes in the launch of its experts (``dsv4.ops.moe.decode``).
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.integers import ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.shapes import by_tokens
 from dsv4.ops.linear import prefill as linear_prefill

@@ -10,9 +10,10 @@ other.
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import is_aligned
 from dsv4.launch.checks import expect
-from dsv4.launch.kernel import Kernel, Shape, ceil_div
+from dsv4.launch.kernel import Kernel, Shape
 from dsv4.launch.recording import Recording
 
 # The largest cluster that every GPU allows, of the largest blocks.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.caches.layer import KeySet
 from dsv4.caches.rows import RowCache, RowFormat
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.ops import TORCH
 from dsv4.ops.attention import decode, prefill
 from dsv4.ops.immediate import immediately

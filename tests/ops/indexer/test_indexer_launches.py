@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from dsv4.caches.rows import RowFormat
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import byte_offset, storage_key
 from dsv4.launch.items import Launch
-from dsv4.launch.kernel import Shape, ceil_div
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.indexer import decode, prefill

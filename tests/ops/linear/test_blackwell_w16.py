@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.ops.linear.cutedsl.gemm_config import budget
 from dsv4.ops.linear.prefill_cutedsl import INSTALLED
 from tests.ops.linear.meta import BF16, FP8, MXFP4, NVFP4

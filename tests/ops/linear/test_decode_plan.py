@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4.integers import ceil_div, round_up
 from dsv4.launch.constants import SLOT_LINE_BYTES, STAGE_SCALE_BYTES
-from dsv4.launch.kernel import ceil_div, round_up
 from dsv4.ops.linear.decode_plan import (
     MAX_SLICES,
     WARPS,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Call, Launch
-from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.launch.workspace import lay_out

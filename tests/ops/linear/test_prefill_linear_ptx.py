@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from dsv4.integers import round_up
 from dsv4.launch.items import Call, Launch
-from dsv4.launch.kernel import Shape, round_up
+from dsv4.launch.kernel import Shape
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.linear import prefill

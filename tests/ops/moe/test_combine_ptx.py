@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.launch.kernel import round_up
+from dsv4.integers import round_up
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.moe.prefill import combine

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.integers import ceil_div
 from dsv4.launch.buffers import byte_offset
-from dsv4.launch.kernel import ceil_div
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.ops.moe import decode

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.rows import RowCache, RowFormat
+from dsv4.integers import ceil_div
 from dsv4.launch.items import Launch
-from dsv4.launch.kernel import ceil_div
 from dsv4.ops.prepare_attention import Queries, decode, prefill
 from tests.ops.forms import by_tokens
 from tests.ops.prepare_attention.cases import RATIOS, Step, step

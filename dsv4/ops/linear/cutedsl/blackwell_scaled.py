@@ -31,6 +31,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, pipelin
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from dsv4.integers import round_up
 from dsv4.ops.linear.cutedsl import scaled_codes as codes
 from dsv4.ops.linear.cutedsl.fake_tensors import byte_tensor
 from dsv4.ops.linear.cutedsl.gemm_config import TENSOR_COLUMNS
@@ -98,7 +99,7 @@ class ScaledGemm:
         self.cta_group = tcgen05.CtaGroup.TWO if config.pair else tcgen05.CtaGroup.ONE
         self.tiler = (config.tile_tokens, config.tile_features, config.tile_k)
         # Both CTAs of a pair need the scales of all features, in whole blocks of 128.
-        self.scale_tiler = (CTA_TOKENS, -(-config.tile_features // 128) * 128, config.tile_k)
+        self.scale_tiler = (CTA_TOKENS, round_up(config.tile_features, 128), config.tile_k)
         budget = scaled_budget(config)
         self.stages = budget.stages
         self.accumulators = budget.accumulators

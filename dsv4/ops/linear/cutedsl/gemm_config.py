@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.launch.kernel import ceil_div, round_up
+from dsv4.integers import ceil_div, round_up
 from dsv4.weights.quant import QuantFormat
 
 # The most that a block may have.

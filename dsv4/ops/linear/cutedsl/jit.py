@@ -21,8 +21,8 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream
 
+from dsv4.integers import ceil_div
 from dsv4.launch.compiler import cache_folder, keep_file
-from dsv4.launch.kernel import ceil_div
 from dsv4.ops.linear.cutedsl.hopper_gemm import GemmConfig, HopperGemm
 from dsv4.weights.quant import QuantFormat
 

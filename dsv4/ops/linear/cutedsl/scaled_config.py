@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.launch.kernel import ceil_div
+from dsv4.integers import ceil_div
 from dsv4.ops.linear.cutedsl.gemm_config import (
     ARCHITECTURES,
     SMEM_BYTES,
