@@ -3,7 +3,10 @@ eagerly and by replays, interrupted or not.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -230,3 +233,26 @@ def test_ranks_that_share_a_device_are_not_captured_side_by_side(
     same = LockStep([ranks.step.ranks[0]] * 2, planned[0].state)
     with pytest.raises(ValueError, match="ranks: found 2 on cuda:0, expected one each"):
         CapturedRanks(same, planned[0].state, STREAMS, "full", (0, 0), FAR)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_of_ranks_are_queued_inside_one_turn(
+    planned: list[PlannedModel], mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that wait for each other share no GPU with those of another engine."""
+    ranks = LoggedRanks.of(planned, 1, monkeypatch)
+
+    @contextmanager
+    def taken() -> Iterator[None]:
+        ranks.log.append("turn")
+        yield
+        ranks.log.append("end of turn")
+
+    turns: Any = SimpleNamespace(taken=taken)
+    own = replace(planned[0], state=replace(planned[0].state, turns=turns))
+    replayed, _ = capture(ranks, [own, *planned[1:]], mode, monkeypatch)
+    replayed.run_and_sample(FAR)
+    begin, *queued, end = ranks.log
+    items = [item for step in ranks.step.ranks for item in items_of(step.recorded.parts)]
+    assert (begin, end) == ("turn", "end of turn")
+    assert Counter(queued) == Counter(items)
