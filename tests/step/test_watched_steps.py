@@ -1,4 +1,6 @@
-"""A step that somebody watches: item by item, each inside its part on its device."""
+"""A step that somebody watches: item by item, each inside its part on its device. One that nobody
+watches: at once.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ import torch
 
 from dsv4.step import step as module
 from dsv4.step.parts import Part, Transfer
-from tests.step.planned_model import demo, fake_step
+from tests.step.planned_model import demo, fake_step, items_of
 from tests.step.test_running_parts import NEAR, without_channels
 
 
@@ -61,6 +63,20 @@ def test_a_watched_step_is_queued_item_by_item(
                 expected.append(("drain", part.drains, part.device))
     assert log == expected
     assert set(asked) == {dense}
+
+
+def test_a_step_that_nobody_watches_is_queued_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device alone: between two parts of it the host does nothing."""
+    planned = demo()
+    step, _, _ = fake_step(planned, planned.record(1), monkeypatch)
+    ranges: list[tuple[int, int]] = []
+
+    def run(_tokens: int, start: int, stop: int, _dense: bool) -> None:
+        ranges.append((start, stop))
+
+    monkeypatch.setattr(step.head_program, "run", run)
+    step.run(1)
+    assert ranges == [(0, len(items_of(step.model_parts)))]
 
 
 def test_a_part_is_queued_with_its_device_as_the_current_one_in_the_memory_of_its_step(
