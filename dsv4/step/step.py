@@ -100,9 +100,8 @@ class Step:
     def run_part(
         self, part: AnyPart, tokens: int, dense: bool = False, observer: Observer | None = None
     ) -> None:
-        """Queues one part, item by item where somebody watches. A barrier is not of one rank."""
-        if isinstance(part, Barrier):
-            return
+        """Queues one part, item by item where somebody watches."""
+        assert not isinstance(part, Barrier), "a barrier is of all ranks"
         if isinstance(part, Transfer):
             with nullcontext() if observer is None else observer.hand_off(part.source, part.target):
                 self._send(part, tokens)
