@@ -17,25 +17,24 @@ from tests.ranks.on_gpu import two_gpus
 from tests.ranks.simulated import ranks_engine
 
 HOP = 700.0
-STILL = Offset(5_000_000.0, HOP)
+STILL = Offset(5_000_000_123.0, HOP)
+# A GPU's clock counts from 1970 on.
+START = 1_763_851_234_000_000_123
 TOKENS = 20
-TOTAL_STAMPS = STEPS * MOST_EXCHANGES
 USED = [0, 1, 2, 3, LOGITS_EXCHANGE]
 
 
 def stamps(skew_ns: float, clock: float, drift: float = 0.0) -> Tensor:
     """Exchanges every 20 µs, to which rank 1 comes later by this; its clock is another one."""
     times = torch.zeros(2, TOKENS, MOST_EXCHANGES, 2, dtype=torch.int64)
-    # A GPU's clock counts from 1970 on.
-    start = 1_763_851_234_000_000_123
     number = torch.arange(TOKENS * len(USED)).view(TOKENS, len(USED)).double()
     pushed = 20_000.0 * number
     late = pushed + skew_ns
     moved = clock + drift * pushed / pushed.max()
-    times[0, :, USED, PUSHED] = start + pushed.long()
-    times[1, :, USED, PUSHED] = start + (late + moved).long()
-    times[0, :, USED, FOUND] = start + torch.maximum(pushed, late + HOP).long()
-    times[1, :, USED, FOUND] = start + (torch.maximum(late, pushed + HOP) + moved).long()
+    times[0, :, USED, PUSHED] = START + pushed.long()
+    times[1, :, USED, PUSHED] = START + (late + moved).long()
+    times[0, :, USED, FOUND] = START + torch.maximum(pushed, late + HOP).long()
+    times[1, :, USED, FOUND] = START + (torch.maximum(late, pushed + HOP) + moved).long()
     return times
 
 
@@ -93,7 +92,9 @@ def test_stamps_have_an_address_behind_all_others() -> None:
 
 
 class TwoClocks:
-    """``KnownExchanges`` of two ranks, which push when they are run; rank 1 has another clock."""
+    """``KnownExchanges`` of two ranks, which push when they are run; rank 1 has another clock. Most
+    words are held up on their way, and stamps are there when they have been waited for.
+    """
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class TwoClocks:
     ) -> None:
         self.peers = [view(one) for one in connect(InboxLayout(2, width, 2), devices, 1)]
         self.clocks = (0, int(STILL.clock))
-        self.now = 10_000
-        self.pushed: dict[int, int] = {}
+        self.now = START
+        self.queued: list[tuple[int, int]] = []
 
     def run(self) -> None:
         for rank in range(2):
@@ -113,20 +114,23 @@ class TwoClocks:
 
     def run_rank(self, rank: int) -> None:
         self.now += 10_000
-        self.pushed[rank] = self.now
-        if len(self.pushed) < 2:
-            return
+        self.queued.append((rank, self.now))
+
+    def wrong(self) -> list[int]:
+        while self.queued:
+            step = [self.queued.pop(0) for _ in range(2)]
+            self.stamp(dict(step))
+        return [0, 0]
+
+    def stamp(self, pushed: dict[int, int]) -> None:
         for own, (peers, clock) in enumerate(zip(self.peers, self.clocks, strict=True)):
             assert peers.stamps_X2 is not None
             peers.step_4[0] += 1
-            first_of_step = peers.stamps_X2[int(peers.step_4[0]) * MOST_EXCHANGES % TOTAL_STAMPS]
-            first_of_step[PUSHED] = clock + self.pushed[own]
-            arrived = self.pushed[1 - own] + int(HOP)
-            first_of_step[FOUND] = clock + max(self.pushed[own], arrived)
-        self.pushed.clear()
-
-    def wrong(self) -> list[int]:
-        return [0, 0]
+            step = int(peers.step_4[0]) % STEPS
+            first_of_step = peers.stamps_X2[step * MOST_EXCHANGES]
+            first_of_step[PUSHED] = clock + pushed[own]
+            arrived = pushed[1 - own] + int(HOP) + (0 if step == 5 else 400)
+            first_of_step[FOUND] = clock + max(pushed[own], arrived)
 
 
 def test_a_word_either_way_tells_how_far_clocks_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
