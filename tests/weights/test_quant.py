@@ -132,12 +132,15 @@ def test_mxfp4_block_scale_exponent(amax: str) -> None:
 
 def test_spec11_e35_partial_fp8_blocks_use_their_own_scale() -> None:
     data = torch.ones(130, 257).to(torch.float8_e4m3fn)
-    scale = exponent_to_e8m0(torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    scale = exponent_to_e8m0(torch.tensor([[5, 4, 3], [2, 1, 0]]))
     values = QuantTensor(data, scale, None, QuantFormat.FP8_BLOCK128, (130, 257)).dequantize()
     expected = torch.tensor(
-        [[2.0 ** (r // 128 * 3 + c // 128) for c in range(257)] for r in range(130)]
+        [[2.0 ** (5 - r // 128 * 3 - c // 128) for c in range(257)] for r in range(130)]
     )
     assert torch.equal(values, expected)
+    own = quantize(448 * values, QuantFormat.FP8_BLOCK128).block_scale
+    assert own is not None
+    assert torch.equal(e8m0_to_float(own), e8m0_to_float(scale))
 
 
 def test_spec11_e37_fp8_scales_of_base_models_are_float32() -> None:
