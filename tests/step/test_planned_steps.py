@@ -99,6 +99,7 @@ def test_kernels_of_all_steps_are_known() -> None:
     assert {architecture for _, architecture in planned.kernels()} == {"sm_90a"}
     functions = {kernel.function for kernel, _ in planned.kernels()}
     assert {"moe_decode", "prefill_linear", "embed", "next_positions", "hc_post"} <= functions
+    assert {"take_tokens", "send_rows", "receive_rows", "store_token"} <= functions
 
 
 def test_planned_weights_have_shapes_and_formats_without_memory() -> None:
