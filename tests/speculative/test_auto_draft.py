@@ -47,8 +47,18 @@ def test_auto_takes_no_module_that_has_no_place(brought: Path) -> None:
         OpenedCheckpoint.open(brought, asked, needed + 1).plan.refuse_if_too_large()
     spread = dataclasses.replace(on_gpu, gpus=4)
     assert OpenedCheckpoint.open(brought, spread, 10**11).draft is None
-    turns = dataclasses.replace(on_gpu, gpus=2, parallel="round-robin")
-    assert OpenedCheckpoint.open(brought, turns, 10**11).draft is None
+
+
+def test_auto_takes_no_module_where_layers_take_turns_on_the_devices(tmp_path: Path) -> None:
+    """Not even one that has a place there, and is taken where it is asked for."""
+    folder = tmp_path / "checkpoint"
+    write_synthetic(folder, raw_config("classic"), "nvfp4-experts", 0, mtp="classic")
+    in_a_row = EngineConfig(max_context=64, prefill_chunk=16, gpus=2)
+    assert OpenedCheckpoint.open(folder, in_a_row, 10**11).draft is not None
+    in_turn = dataclasses.replace(in_a_row, parallel="round-robin")
+    assert OpenedCheckpoint.open(folder, in_turn, 10**11).draft is None
+    asked = dataclasses.replace(in_turn, draft="mtp")
+    assert OpenedCheckpoint.open(folder, asked, 10**11).draft is not None
 
 
 def test_auto_takes_no_module_that_is_not_whole(
