@@ -89,3 +89,11 @@ def test_a_limit_that_takes_small_hidden_values_is_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match=re.escape(f"config.json: swiglu_limit: {expected}")):
         Engine.plan(refused, engine)
     Engine.plan(refused, EngineConfig(device="cpu", prefill_activations="fp8"))
+
+
+def test_the_shared_expert_has_weight_1_whatever_routing_weights_are(tmp_path: Path) -> None:
+    raw = tiny_config(swiglu_limit=60.0, routed_scaling_factor=0.5)
+    write_synthetic(tmp_path / "model", raw, "nvfp4-all", 0)
+    expected = "swiglu_limit: found 60, expected at most 51.8 (for routing weights up to 1) with"
+    with pytest.raises(UserError, match=re.escape(expected)):
+        Engine.plan(tmp_path / "model", EngineConfig(device="cpu", prefill_activations="nvfp4"))
