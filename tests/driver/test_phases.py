@@ -23,6 +23,20 @@ def test_packing_is_reported_to_its_end(checkpoint: Path) -> None:
     assert {total for _, total in seen} == {done[-1]}
 
 
+def test_reading_is_reported_to_its_end_with_packed_weights_too(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of a second start it is the reading of the packed weights; what else is read is little."""
+    config = EngineConfig(device="cpu", max_context=16, packed_cache=str(tmp_path / "cache"))
+    seen: list[tuple[int, int]] = []
+    for _ in range(2):
+        seen.clear()
+        Engine.load(checkpoint, config, lambda done, total: seen.append((done, total)))
+        done = [count for count, _ in seen]
+        assert done == sorted(done)
+        assert {total for _, total in seen} == {done[-1]}
+
+
 def test_every_phase_has_its_name_and_begins_before_it_is_over(
     drive: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
