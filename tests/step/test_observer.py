@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4 import Engine, EngineConfig
+from dsv4.demo import CHECKPOINT
 from dsv4.ops import TORCH
+from dsv4.sampling import Sampler, SamplingParams
+from dsv4.step.direct import DirectSteps
 from dsv4.step.observer import open_part
 
 CPU = torch.device("cpu")
@@ -77,3 +81,22 @@ def test_every_op_of_a_part_is_seen_with_its_arguments_and_its_result(
 def test_a_part_that_nobody_watches_has_the_ops_themselves() -> None:
     with open_part(TORCH, None, "experts", CPU, 3) as ops:
         assert ops is TORCH
+
+
+def test_the_first_token_is_seen_in_the_parts_of_the_others() -> None:
+    engine = Engine.load(CHECKPOINT, EngineConfig(device="cpu", max_context=32))
+    steps = engine.steps
+    assert isinstance(steps, DirectSteps)
+    hidden_TE = steps.run([3, 1, 4])
+    observer = Noting()
+    steps.observer = observer
+    sampler = Sampler(SamplingParams(temperature=0))
+    first = steps.first_token(sampler, hidden_TE)
+    assert parts_of(observer) == ["head", "logits", "sample"]
+    next(steps.following(first, sampler, 1))
+    assert parts_of(observer)[-3:] == ["head", "logits", "sample"]
+
+
+def parts_of(observer: Noting) -> list[str]:
+    """The names of what was entered."""
+    return [entry[0] for entry in observer.log if isinstance(entry, tuple)]
