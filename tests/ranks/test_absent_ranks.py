@@ -16,17 +16,24 @@ from dsv4.peers import WORD_BYTES, InboxLayout, Peers
 
 CPU = torch.device("cpu")
 WIDTH = 8
-ROW_BYTES = 2 * WIDTH
+LISTED = 16
+ROW_BYTES = {"inputs": 2 * WIDTH, "chosen": 8 * LISTED}
 # Ranks that are there, and all that the layers are cut for.
 PRESENT = [(2, 4), (2, 8), (4, 8)]
 
 
-def rows_written(peers: Peers, tokens: int) -> list[int]:
-    """Addresses of the rows that a rank's ``hc_finish`` writes."""
+def rows_of(peers: Peers, what: str) -> torch.Tensor:
+    """What all ranks write rows of."""
+    return {"inputs": peers.inputs_TE, "chosen": peers.chosen_TK}[what]
+
+
+def rows_written(peers: Peers, what: str, tokens: int) -> list[int]:
+    """Addresses of the rows that a rank's ``hc_finish`` or ``top_k_tokens`` writes."""
     ranks = peers.ranks
     own = [token for token in range(tokens) if token // TOKEN_TILE % ranks == peers.rank]
-    tables = peers.table_P[2 * ranks + 3 : 3 * ranks + 3].tolist()
-    return [table + token * ROW_BYTES for table in tables for token in own]
+    first = {"inputs": 2 * ranks, "chosen": 3 * ranks}[what] + 3
+    tables = peers.table_P[first : first + ranks].tolist()
+    return [table + token * ROW_BYTES[what] for table in tables for token in own]
 
 
 @pytest.mark.parametrize(("present", "ranks"), PRESENT)
@@ -34,7 +41,7 @@ def test_other_ranks_send_the_words_of_absent_ones(present: int, ranks: int) -> 
     """Every inbox gets the words of every rank once, those of absent ones from all ranks but its
     own, which also read there what absent ones would have computed.
     """
-    found = connect(InboxLayout(ranks, WIDTH, 64), [CPU] * present, 1)
+    found = connect(InboxLayout(ranks, WIDTH, 64, LISTED), [CPU] * present, 1)
     rank_bytes = WORD_BYTES * found[0].layout.rank_words
     inboxes = [there.inbox.data_ptr() for there in found]
     partials = [there.partials_STE.data_ptr() for there in found]
@@ -57,32 +64,34 @@ def test_other_ranks_send_the_words_of_absent_ones(present: int, ranks: int) -> 
 
 @pytest.mark.parametrize(("present", "ranks"), PRESENT)
 @pytest.mark.parametrize("tokens", [128, 1024])
-def test_inputs_are_filled_for_the_tokens_of_absent_ranks(
-    present: int, ranks: int, tokens: int
+@pytest.mark.parametrize("what", ROW_BYTES)
+def test_rows_are_filled_for_the_tokens_of_absent_ranks(
+    present: int, ranks: int, tokens: int, what: str
 ) -> None:
     """In all ranks that are there, each row once."""
-    found = connect(InboxLayout(ranks, WIDTH, 64), [CPU] * present, tokens)
-    written = Counter(row for one in found for row in rows_written(one, tokens))
-    expected = [
-        one.inputs_TE.data_ptr() + token * ROW_BYTES for one in found for token in range(tokens)
-    ]
+    found = connect(InboxLayout(ranks, WIDTH, 64, LISTED), [CPU] * present, tokens)
+    written = Counter(row for one in found for row in rows_written(one, what, tokens))
+    memories = [rows_of(one, what).data_ptr() for one in found]
+    expected = [first + token * ROW_BYTES[what] for first in memories for token in range(tokens)]
     assert written == Counter(expected)
 
 
 @pytest.mark.parametrize("tokens", [9, 17, 100, 1000])
-def test_rows_of_any_length_stay_in_the_memory_of_a_rank(tokens: int) -> None:
-    found = connect(InboxLayout(8, WIDTH, 64), [CPU] * 2, tokens)
-    inputs = [one.inputs_TE for one in found]
-    assert {rows.shape for rows in inputs} == {(tokens, WIDTH)}
-    spans = [(rows.data_ptr(), rows.untyped_storage().nbytes()) for rows in inputs]
+@pytest.mark.parametrize("what", ROW_BYTES)
+def test_rows_of_any_length_stay_in_the_memory_of_a_rank(what: str, tokens: int) -> None:
+    found = connect(InboxLayout(8, WIDTH, 64, LISTED), [CPU] * 2, tokens)
+    memories = [rows_of(one, what) for one in found]
+    assert {rows.nbytes for rows in memories} == {tokens * ROW_BYTES[what]}
+    spans = [(rows.data_ptr(), rows.untyped_storage().nbytes()) for rows in memories]
     for one in found:
-        for row in rows_written(one, tokens):
-            assert any(first <= row <= first + size - ROW_BYTES for first, size in spans)
+        for row in rows_written(one, what, tokens):
+            assert any(first <= row <= first + size - ROW_BYTES[what] for first, size in spans)
 
 
 def test_nobody_has_more_memory_where_all_ranks_are_there() -> None:
-    for one in connect(InboxLayout(2, WIDTH, 64), [CPU] * 2, 100):
-        assert one.inputs_TE.untyped_storage().nbytes() == 100 * ROW_BYTES
+    for one in connect(InboxLayout(2, WIDTH, 64, LISTED), [CPU] * 2, 100):
+        for what, row_bytes in ROW_BYTES.items():
+            assert rows_of(one, what).untyped_storage().nbytes() == 100 * row_bytes
 
 
 def test_layers_are_cut_for_absent_ranks_too() -> None:
