@@ -34,6 +34,16 @@ def test_auto_takes_the_checkpoint_s_module_with_the_cuda_ops(brought: Path) -> 
     assert OpenedCheckpoint.open(brought, on_cpu).draft is None
 
 
+def test_nothing_is_said_of_a_module_that_is_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoint"
+    write_synthetic(folder, raw_config("classic"), "nvfp4-experts", 0)
+    with caplog.at_level("INFO", "dsv4"):
+        assert OpenedCheckpoint.open(folder, EngineConfig(max_context=64), 10**11).draft is None
+    assert "drafts" not in caplog.text
+
+
 def test_auto_takes_no_module_that_has_no_place(brought: Path) -> None:
     on_gpu = EngineConfig(max_context=64, prefill_chunk=16)
     off = Engine.plan(brought, dataclasses.replace(on_gpu, draft="off"), gpu_memory=10**11)
