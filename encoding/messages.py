@@ -69,6 +69,12 @@ def check_thinking_mode(mode: object) -> None:
         raise ValueError(f"thinking_mode is {mode!r}, expected 'chat' or 'thinking'")
 
 
+def check_string(value: object, where: str) -> None:
+    """Raises ValueError for anything but a string; `where` names it."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {type(value).__name__}, expected a string")
+
+
 def parse_messages(messages: object, where: str) -> list[Message]:
     """Typed copies of the dictionaries in `messages`; the input is not changed. ValueError names
     the faulty message.

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from .messages import check_string
+
 
 class StopStrings:
     """Text up to the first stop string. What may be the beginning of one is held back.
@@ -11,8 +13,14 @@ class StopStrings:
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Raises ValueError for an empty string."""
+        """Raises ValueError for an empty string, for what is none, and for a lone one, whose
+        characters would be the stops.
+        """
+        if isinstance(stops, str | bytes) or not isinstance(stops, Iterable):
+            raise ValueError(f"stops is {type(stops).__name__}, expected a list of strings")
         self._stops = tuple(stops)
+        for stop in self._stops:
+            check_string(stop, "stop")
         if "" in self._stops:
             raise ValueError("found an empty stop string")
         self._held = ""

@@ -1,6 +1,7 @@
 """Stop strings: found across pieces, and nothing of them is let out."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,6 +62,19 @@ def test_nothing_comes_behind_a_stop_string() -> None:
 def test_an_empty_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty stop string"):
         StopStrings(["a", ""])
+
+
+@pytest.mark.parametrize("stops", ["stop", b"stop", None, 5])
+def test_a_lone_string_is_not_taken_for_its_characters(stops: Any) -> None:
+    expected = f"stops is {type(stops).__name__}, expected a list of strings"
+    with pytest.raises(ValueError, match=expected):
+        StopStrings(stops)
+
+
+def test_a_stop_that_is_no_string_is_refused_before_any_text() -> None:
+    stops: Any = ["a", 5]
+    with pytest.raises(ValueError, match="stop is int, expected a string"):
+        StopStrings(stops)
 
 
 letters = st.text("ab", max_size=12)
