@@ -4,6 +4,9 @@
 
 import codecs
 import json
+import operator
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from .control_tokens import BOS, EOS, WRITTEN_TOKENS
+from .messages import check_string
 
 # What tokenizers lose or change that are not byte-level BPE without a normalizer. It begins with a
 # letter and has spaces between and behind the control tokens, since a tokenizer may write a space
@@ -62,7 +66,10 @@ class Tokenizer:
         self._check_round_trip(file)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added. ValueError if the text holds a lone surrogate."""
+        """Token ids of `text`, nothing added. ValueError if it is no text or holds a lone
+        surrogate.
+        """
+        check_string(text, "text")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -73,29 +80,39 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """At least so many tokens `text` has, found without encoding it: no token stands for more
-        bytes than the longest one.
+        bytes than the longest one. ValueError if it is no text.
         """
+        check_string(text, "text")
         return -(-len(text.encode("utf-8", "replace")) // self._longest_token)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids`, control tokens included; bytes that are not UTF-8 become U+FFFD.
-        ValueError for an id that the vocabulary lacks.
+        ValueError for an id that the vocabulary lacks, and for what is no list of ids.
         """
+        if not isinstance(token_ids, Iterable):
+            found = type(token_ids).__name__
+            raise ValueError(f"token_ids is {found}, expected a list of token ids")
         decoder = IncrementalDecoder(self)
         return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a whole token such as "<think>", None if the vocabulary lacks it."""
+        """Id of a whole token such as "<think>", None if the vocabulary lacks it. ValueError if it
+        is no text.
+        """
+        check_string(token, "token")
         return self._tokenizer.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for. ValueError if the vocabulary has no such id."""
-        added = self._added_tokens.get(token_id)
+        """The bytes that the token stands for. ValueError if the vocabulary has no such id, and for
+        what is no integer; those of numpy and torch are some.
+        """
+        number = _integer(token_id)
+        added = self._added_tokens.get(number)
         if added is not None:
             return added.encode("utf-8")
-        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        token = self._tokenizer.id_to_token(number) if 0 <= number < 2**32 else None
         if token is None:
-            raise ValueError(f"token id {token_id} is not in the vocabulary")
+            raise ValueError(f"token id {number} is not in the vocabulary")
         return b"".join(_BYTE_OF_SYMBOL.get(symbol) or symbol.encode("utf-8") for symbol in token)
 
     def _required_id(self, token: str, file: Path) -> int:
@@ -168,6 +185,14 @@ class IncrementalDecoder:
         decoder.
         """
         return self._utf8.decode(b"", final=True)
+
+
+def _integer(token_id: object) -> int:
+    """ValueError for anything but an integer; a boolean is none."""
+    if not isinstance(token_id, bool):
+        with suppress(TypeError):
+            return operator.index(token_id)  # type: ignore[arg-type]
+    raise ValueError(f"token id is {type(token_id).__name__}, expected an integer")
 
 
 def _byte_symbols() -> dict[str, bytes]:
