@@ -45,7 +45,7 @@ from .dsml_tags import (
     opens_block,
     read_tag,
 )
-from .messages import check_thinking_mode, parse_tools
+from .messages import check_string, check_thinking_mode, parse_tools
 from .scanner import Scanner
 from .tool_block_parser import ToolBlockParser
 from .tool_call_builder import declared_parameters
@@ -93,7 +93,8 @@ class StreamingParser:
         self._ended = False  # EOS was seen
 
     def feed(self, text: str) -> list[Event]:
-        """The events that the new text makes certain."""
+        """The events that the new text makes certain. ValueError for what is no text."""
+        check_string(text, "text")
         self._text.append(text)
         self._scanner.append(text)
         while self._step():

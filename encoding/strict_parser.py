@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from .control_tokens import BOS, DSML, EOS, THINK_CLOSE, THINK_OPEN
-from .messages import check_thinking_mode
+from .messages import check_string, check_thinking_mode
 
 _BLOCK_OPEN = f"\n\n<{DSML}tool_calls"
 _BLOCK_CLOSE = f"</{DSML}tool_calls>"
@@ -30,8 +30,7 @@ def parse_message_from_completion_text(text: str, thinking_mode: str) -> dict:
     text.
     """
     check_thinking_mode(thinking_mode)
-    if not isinstance(text, str):
-        raise ValueError(f"completion is {type(text).__name__}, expected a string")
+    check_string(text, "completion")
     reader = _Reader(text)
     reasoning = ""
     if thinking_mode == "thinking":

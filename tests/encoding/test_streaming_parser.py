@@ -5,6 +5,7 @@
 import itertools
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -198,3 +199,9 @@ def test_token_by_token_as_the_model_produces_it(tokenizer: Tokenizer) -> None:
     events, completion = stream(map(decoder.push, tokenizer.encode(text)), "thinking")
     assert completion == parse_completion(text, "thinking")
     assert text_of(events, ContentDelta) == "你好 𝔘🙂"
+
+
+@pytest.mark.parametrize("text", [None, 5, b"text"])
+def test_what_is_no_text_is_named(text: Any) -> None:
+    with pytest.raises(ValueError, match=f"text is {type(text).__name__}, expected a string"):
+        parse_completion(text, "chat")
