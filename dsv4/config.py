@@ -23,6 +23,7 @@ from dsv4.config_dialects import (
     rope_theta,
     yarn,
 )
+from dsv4.errors import UserError, shorten
 from dsv4.json_object import JsonReader, read_json_object
 from dsv4.model_files import model_file
 
@@ -97,6 +98,8 @@ class ModelConfig:
         """Builds the config from the parsed JSON of either dialect; ``source`` names it in errors
         (``UserError``).
         """
+        if not isinstance(raw, dict):
+            raise UserError(f"{source}: found {shorten(raw)}, expected an object")
         read = JsonReader(raw, source)
         _refuse_other_models(read)
         layers = read.integer("num_hidden_layers", 1, 1024)

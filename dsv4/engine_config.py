@@ -1,6 +1,7 @@
 """EngineConfig: how to run a model; frozen and validated."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from dsv4.errors import UserError, shorten
@@ -112,7 +113,8 @@ class EngineConfig:
     def _check_choices(self) -> None:
         for field, allowed in _CHOICES.items():
             value = self.__dict__[field]
-            if value not in allowed:
+            is_choice = value is None or isinstance(value, str)  # No array, whose == is one too.
+            if not is_choice or value not in allowed:
                 expected = ", ".join(map(str, allowed))
                 raise UserError(
                     f"EngineConfig.{field}: found {shorten(value)}, expected one of {expected}"
@@ -123,24 +125,28 @@ class EngineConfig:
             value = self.__dict__[field]
             if value is None and field != "gpus":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                found = shorten(value)
-                raise UserError(
-                    f"EngineConfig.{field}: found {found}, expected an integer from {low} to {high}"
-                )
+            self._keep_integer(field, low, high, f"an integer from {low} to {high}")
 
     def _check_draft_tokens(self) -> None:
         count = self.draft_tokens
-        is_count = isinstance(count, int) and not isinstance(count, bool)
-        if count not in (None, "auto") and not (is_count and 1 <= count <= MAX_DRAFTS):
-            raise UserError(
-                f"EngineConfig.draft_tokens: found {shorten(count)}, "
-                f"expected 'auto' or an integer from 1 to {MAX_DRAFTS}"
-            )
+        if count is not None and not (isinstance(count, str) and count == "auto"):
+            expected = f"'auto' or an integer from 1 to {MAX_DRAFTS}"
+            self._keep_integer("draft_tokens", 1, MAX_DRAFTS, expected)
+
+    def _keep_integer(self, field: str, low: int, high: int, expected: str) -> None:
+        """Integers of numpy become those of Python, which JSON has. Raises ``UserError``."""
+        value = self.__dict__[field]
+        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+        number = int(value) if is_integer else None
+        if number is None or not low <= number <= high:
+            found = shorten(value)
+            raise UserError(f"EngineConfig.{field}: found {found}, expected {expected}")
+        object.__setattr__(self, field, number)
 
     def _check_folders(self) -> None:
         for field in ("draft_weights", "packed_cache"):
             folder = self.__dict__[field]
             if folder is not None and not (isinstance(folder, str) and folder):
                 found = shorten(folder)
-                raise UserError(f"EngineConfig.{field}: found {found}, expected a folder's path")
+                expected = "a string: the path of a folder"
+                raise UserError(f"EngineConfig.{field}: found {found}, expected {expected}")
