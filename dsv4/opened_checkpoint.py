@@ -44,6 +44,7 @@ from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, available_bytes, max_context_tokens, plan_memory
 from dsv4.progress import Progress
 from dsv4.step.planned import PlannedSteps
+from dsv4.token_ids import check_integer
 from dsv4.weights.packing_bytes import is_packed
 from dsv4.weights.parameters import Parameter
 from dsv4.weights.quant import QuantFormat
@@ -82,6 +83,8 @@ class OpenedCheckpoint:
         ``gpu_memory``: plans for Hopper GPUs with this many bytes each, which need not be there.
         """
         absent = gpu_memory is not None
+        if absent:
+            gpu_memory = check_integer("gpu_memory", gpu_memory, 1)
         checkpoint = open_checkpoint(path)
         config = checkpoint.model_config()
         found = find_parameters(checkpoint, config)

@@ -1,5 +1,7 @@
 """Memory plan: the numbers are what is allocated, and the refusal is one line."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -249,6 +251,13 @@ def test_plan_of_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not small.fits
     with pytest.raises(UserError, match="EngineConfig.device: found 'cpu' in the plan of GPUs"):
         Engine.plan(CHECKPOINT, EngineConfig(device="cpu"), gpu_memory=10**9)
+
+
+@pytest.mark.parametrize("gpu_memory", [0, -1, 1.5, True, "80"])
+def test_gpu_memory_is_a_number_of_bytes(gpu_memory: Any) -> None:
+    found = f"gpu_memory: found {gpu_memory!r}, expected an integer of at least 1"
+    with pytest.raises(UserError, match=found):
+        Engine.plan(CHECKPOINT, EngineConfig(), gpu_memory)
 
 
 def test_context_defaults_to_the_models_own_up_to_8192_and_is_bounded_by_it() -> None:
