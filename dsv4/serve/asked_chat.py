@@ -150,10 +150,7 @@ def _most_tokens(service: Service, fields: ChatFields) -> int:
     if len(given) > 1:
         message = "max_tokens: found another number than in max_completion_tokens, expected one"
         raise ApiError(400, message, "max_tokens")
-    most = next(iter(given), service.max_context)
-    if most == 0:
-        raise ApiError(400, "max_tokens: found 0, expected 1 or more", "max_tokens")
-    return most
+    return next(iter(given), service.max_context)
 
 
 def _top(fields: ChatFields) -> int | None:

@@ -28,7 +28,7 @@ NEUTRAL: dict[str, Any] = {
     "suffix": "",
 }
 
-_Tokens = Annotated[int, Field(ge=0, lt=2**31)]
+_AnswerTokens = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -57,7 +57,6 @@ class CommonFields(Fields):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: Any = None
-    max_tokens: _Tokens | None = None
     ignore_eos: bool | None = None
 
 
@@ -85,7 +84,8 @@ class ChatFields(CommonFields):
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: _Top | None = None
-    max_completion_tokens: _Tokens | None = None
+    max_tokens: _AnswerTokens | None = None
+    max_completion_tokens: _AnswerTokens | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateArguments | None = None
@@ -95,6 +95,7 @@ class CompletionFields(CommonFields):
     """``/v1/completions``. A prompt is a text, or token ids; or there are several of either."""
 
     prompt: Any
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 with an echo
     echo: bool | None = None
     logprobs: _Top | None = None
 

@@ -82,7 +82,10 @@ def blocks(*given: Any) -> dict[str, Any]:
         (CHAT, {**USER, "top_p": 0}, "top_p", "top_p: found 0"),
         (CHAT, {**USER, "seed": -1}, "seed", "seed: found -1"),
         (CHAT, {**USER, "seed": 2**63}, "seed", "seed: found"),
-        (CHAT, {**USER, "max_tokens": 0}, "max_tokens", "max_tokens: found 0"),
+        *(
+            (CHAT, {**USER, name: 0}, name, f"{name}: found 0, expected greater than or equal to 1")
+            for name in ("max_tokens", "max_completion_tokens")
+        ),
         (CHAT, {**USER, "max_tokens": 1.5}, "max_tokens", "max_tokens: found 1.5"),
         (
             CHAT,
