@@ -79,7 +79,8 @@ class Comparison:
         yield from one_sided(self.only_ours, self.only_theirs, [row.name for row in self.rows])
         yield from unequal_lines(self.unequal)
         if self.first is None:
-            yield "every value is above the threshold"
+            besides = ", but ranks differ" if self.unequal else ""
+            yield f"every value is above the threshold{besides}"
         else:
             first = self.first
             what = "entry" if suffix(first.name) in ENTRY_ROWS else "token"
