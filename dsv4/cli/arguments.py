@@ -29,11 +29,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    check_prompts_flags(arguments)
     refuse_contradictions(arguments)
     check_plan_flags(arguments)
     if arguments.logprobs is not None and arguments.json is None and arguments.prompts is None:
         raise UserError("--logprobs: found without --json, expected both")
-    check_prompts_flags(arguments)
     check_chat_flags(arguments)
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")

@@ -134,6 +134,10 @@ def test_a_file_that_holds_no_lines(drive: Drive, tmp_path: Path, raw: bytes, me
         ("--prompts p --out o --trace-at a", ["--trace-at: found together with --prompts"]),
         ("--prompts p --out o --profile", ["--profile: found together with --prompts"]),
         ("--prompts p --out o --plan", ["--plan: found together with --prompts"]),
+        *(
+            (f"--prompts p --out o {flag} a", [f"{flag}: found together with --prompts"])
+            for flag in ("--save-state", "--load-state", "--tools")
+        ),
         ("--prompts p --out o --raw --system a", ["--raw", "--system"]),
         ("--prompts p --out o --temperature 0 --seed 1", ["--seed: found with greedy"]),
         ("--prompts /no/such --out o", ["--prompts: /no/such: cannot be read"]),
