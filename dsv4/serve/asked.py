@@ -1,5 +1,7 @@
 """Requests to questions: sampling, limits, and prompts of ``/v1/completions``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +93,27 @@ def completion_questions(
     scores = bool(fields.echo) and fields.logprobs is not None
     questions = []
     echoed = []
-    for prompt in _prompts(fields.prompt):
-        with field_errors("prompt"):
-            token_ids, shown = _encoded(service, prompt)
-        questions.append(question_of(service, fields, token_ids, tokens, fields.logprobs, scores))
+    prompts = _prompts(fields.prompt)
+    for index, prompt in enumerate(prompts):
+        with _which_prompt(index, len(prompts)):
+            with field_errors("prompt"):
+                token_ids, shown = _encoded(service, prompt)
+            question = question_of(service, fields, token_ids, tokens, fields.logprobs, scores)
+        questions.append(question)
         echoed.append(shown)
     return questions, echoed
+
+
+@contextmanager
+def _which_prompt(index: int, count: int) -> Iterator[None]:
+    """What is wrong with one of several prompts names which."""
+    try:
+        yield
+    except ApiError as error:
+        if count == 1 or error.param != "prompt":
+            raise
+        message = f"prompt[{index}]{str(error).removeprefix('prompt')}"
+        raise ApiError(error.status, message, error.param, error.code) from None
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
