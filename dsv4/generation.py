@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from dsv4.config import ModelConfig
+from dsv4.errors import UserError, shorten
 from dsv4.progress import Progress
 from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
@@ -40,6 +41,10 @@ class Request:
         stops = config.eos_token_ids if stop_token_ids is None else stop_token_ids
         if not isinstance(sampling, Sampler):
             sampling = Sampler(SamplingParams() if sampling is None else sampling)
+        if progress is not None and not callable(progress):
+            raise UserError(
+                f"prefill_progress: found {shorten(progress)}, expected a function or None"
+            )
         return cls(
             token_ids,
             check_integer("max_new_tokens", max_new_tokens, 1),

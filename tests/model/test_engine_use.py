@@ -210,6 +210,10 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         lambda e: e.generate(FIRST, 3, None, [89]),
         "stop_token_ids: found 89, expected ids from 0 to 88",
     ),
+    "a word for a function": (
+        lambda e: e.generate(FIRST, 3, prefill_progress="x"),  # type: ignore[arg-type]
+        "prefill_progress: found 'x', expected a function or None",
+    ),
     "booleans": (lambda e: e.logits([True]), "token_ids: found [True], expected integers"),
     "booleans of torch": (
         lambda e: e.logits(torch.tensor([True])),  # type: ignore[arg-type]
