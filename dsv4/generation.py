@@ -1,7 +1,7 @@
 """What ``Engine.generate`` is asked for, and the run of tokens that it becomes."""
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,6 +39,7 @@ class Request:
         own. Raises ``UserError``.
         """
         stops = config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        in_any_order = list(stops) if isinstance(stops, Set) else stops
         if not isinstance(sampling, Sampler):
             sampling = Sampler(SamplingParams() if sampling is None else sampling)
         if progress is not None and not callable(progress):
@@ -49,7 +50,7 @@ class Request:
             token_ids,
             check_integer("max_new_tokens", max_new_tokens, 1),
             sampling,
-            frozenset(check_ids(stops, config.vocab_size, "stop_token_ids", at_least=0)),
+            frozenset(check_ids(in_any_order, config.vocab_size, "stop_token_ids", at_least=0)),
             progress,
         )
 

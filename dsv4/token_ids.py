@@ -1,7 +1,7 @@
 """Checks of the integers and token ids that a caller gives, and how far two lists of ids agree."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import takewhile
 
@@ -30,8 +30,10 @@ def check_ids(
 
 def check_integers(name: str, values: Iterable[int]) -> list[int]:
     """The values as a list of ints, as ``check_integer`` takes them. Raises ``UserError``, also for
-    bytes and mappings, whose elements are integers by accident.
+    bytes and mappings, whose elements are integers by accident, and for sets, which have no order.
     """
+    if isinstance(values, Set):
+        raise UserError(f"{name}: found the set {shorten(values)}, expected integers in order")
     if not isinstance(values, bytes | bytearray | Mapping):
         with suppress(TypeError):
             return [_index(value) for value in values]

@@ -73,6 +73,7 @@ def test_an_integer_outside_is_refused_with_both_ends(
         ([89], 1, "found 89, expected ids from 0 to 88"),
         ([3, LONG], 1, f"found {SHOWN}, expected ids from 0 to 88"),
         ("x" * 90, 1, f"found '{'x' * 76}..., expected integers"),
+        ({7}, 1, "found the set {7}, expected integers in order"),
     ],
 )
 def test_ids_that_are_not_of_the_model_are_refused(ids: Any, least: int, expected: str) -> None:
