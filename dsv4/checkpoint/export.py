@@ -1,5 +1,5 @@
-"""Converts a checkpoint: ``python -m dsv4.checkpoint.export SRC DST --format FORMAT --names
-{native,hf}``.
+"""Converts a checkpoint: ``python -m dsv4.checkpoint.export SRC DST --format FORMAT [--names
+{native,hf}]``.
 
 Streams one matrix at a time, so the memory needed is a few times the largest matrix. ``DST``
 appears only when it is complete. Matrices that are in the wanted format already keep their bytes,
