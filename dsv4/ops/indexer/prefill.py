@@ -32,7 +32,7 @@ def index_select(
 ) -> Tensor:
     """``dsv4.ops.indexer.index_select`` of 9 tokens and more, with the results of ``decode``.
 
-    The scores take at most 256 MB: longer steps are cut into tiles of tokens, one after the other.
+    The scores take at most 256 MiB: longer steps are cut into tiles of tokens, one after the other.
     Ranks share the tokens and send each other their lists.
     """
     selection = checked_selection(q_TID, weight_TI, score_scale, keys, positions_T, index_topk)

@@ -2,7 +2,7 @@
 (``nvidia-cutlass-dsl``).
 
 Its compiler is imported and the kernels compiled when a product is recorded. What it does not take
-is recorded as ``dsv4.ops.linear.prefill`` does.
+is recorded as ``dsv4.ops.linear.prefill_long`` does.
 """
 
 import importlib.util
