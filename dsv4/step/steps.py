@@ -46,9 +46,10 @@ class RecordedSteps:
     ) -> None:
         """``models`` of all ranks, on ``state.ranks``; ``alongs``: what runs along with each.
 
-        Records the decode step of one token and the prefill step of up to ``prefill_tokens``,
-        compiles their kernels (``compiling(done, total)`` is told) and gives them memory. Other
-        lengths are built when they are first run.
+        Records the decode steps of one and of 8 tokens and the prefill step of up to
+        ``prefill_tokens``, compiles their kernels (``compiling(done, total)`` is told) and makes
+        the memory that each fits into. Steps but those of one token and of prefill are built when
+        they are first run.
         """
         self.model = models[0]
         self.state = state
