@@ -1,1 +1,1 @@
-"""Validation from the command line: ``python -m dsv4.validate.cosine``."""
+"""Validation from the command line: ``python -m dsv4.validate.NAME`` (docs/validation.md)."""

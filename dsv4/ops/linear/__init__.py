@@ -1,5 +1,5 @@
-"""Weight-only linear layers: weights as stored, activations 16 or 32 bit, float32 accumulation, one
-rounding.
+"""Linear layers: weights as stored, activations of 16 or 32 bit, in long steps also rounded ones
+(docs/numerics.md#quantised-activations); float32 accumulation, one rounding.
 """
 
 from collections.abc import Sequence
