@@ -30,7 +30,7 @@ DEFAULT_MAX_CONTEXT = 8192
 _MIB = 1 << 20
 _GIB = 1 << 30
 _GB = 10**9
-# The CUDA driver's share for kernels and graphs, and torch's for blocks between those in use: 0.95
+# The CUDA driver's share for kernels and graphs, and torch's for blocks between those in use: 0.98
 # to 1.08 GB on each of two H200, with all layers and graphs of Flash (docs/long_context.md).
 CUDA_RESERVE_BYTES = 1152 << 20
 
