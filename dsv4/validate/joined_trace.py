@@ -105,8 +105,9 @@ class JoinedTrace:
             joined = torch.cat(parts, dim)
         else:
             joined = parts[0]
-            for file, part in zip(held[1:], parts[1:], strict=True):
-                self._note(name, self.files.index(file), joined, part)
+            ranks = [self.files.index(file) for file in held]
+            for rank, part in zip(ranks[1:], parts[1:], strict=True):
+                self._note(name, (ranks[0], rank), joined, part)
         return joined[..., : self._columns(name, joined.shape[-1])]
 
     def _rule(self, name: str) -> str:
@@ -144,7 +145,7 @@ class JoinedTrace:
     def _cut(self, name: str, shape: list[int]) -> list[int]:
         return [*shape[:-1], self._columns(name, shape[-1])]
 
-    def _note(self, name: str, rank: int, first: Tensor, part: Tensor) -> None:
+    def _note(self, name: str, ranks: tuple[int, int], first: Tensor, part: Tensor) -> None:
         bits = _BITS[first.dtype.itemsize]
         same = first.view(bits) == part.view(bits)
         if not bool(same.all()):
@@ -152,7 +153,7 @@ class JoinedTrace:
             difference = float(apart.masked_fill(same, 0).max())
             before = self.unequal.get(name)
             if before is None or before.difference < difference:
-                self.unequal[name] = Unequal((0, rank), difference)
+                self.unequal[name] = Unequal(ranks, difference)
 
 
 def trace_with_ranks(path: Path, stack: ExitStack) -> JoinedTrace:

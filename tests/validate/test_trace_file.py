@@ -88,6 +88,16 @@ def test_ranks_that_differ_where_they_should_not_are_reported(
     assert trace.unequal == {name: Unequal((0, 1), 0.5) for name in ("a", "b")}
 
 
+def test_the_ranks_that_differ_most_are_named_where_others_hold_nothing(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    ones = torch.ones(6, 2)
+    held: list[dict[str, Tensor]] = [{}, {"a": ones}, {"a": ones}, {"a": 4 * ones}, {"a": 3 * ones}]
+    trace = JoinedTrace(ranks(tmp_path, *held), stack)
+    whole(trace, "a")
+    assert trace.unequal == {"a": Unequal((1, 3), 3.0)}
+
+
 def test_nan_and_inf_on_all_ranks_are_equal(tmp_path: Path, stack: ExitStack) -> None:
     value = torch.full((6, 2), -math.inf)
     value[0] = math.nan
