@@ -33,6 +33,22 @@ def test_equal_opposite_and_nan_values() -> None:
     assert (nan.worst_at, nan.first_under) == (1, 1)
 
 
+def test_a_number_for_every_token_is_a_row_of_its_own() -> None:
+    found = agreement("", "", torch.tensor([1.0, 2.0, 0.5]), torch.tensor([1.0, -2.0, 0.5]))
+    assert (found.worst_token, found.worst_at, found.first_under) == (-1.0, 1, 1)
+
+
+def test_nan_stays_the_worst_token_whatever_follows() -> None:
+    one = torch.ones(1, 2)
+    comparison = RowComparison(0.999)
+    for row in (one, one * math.nan, -one, one):
+        comparison.add(row, one)
+    found = comparison.result("", "")
+    assert math.isnan(found.worst_token)
+    assert math.isnan(found.relative_error or 0)
+    assert (found.worst_at, found.first_under) == (1, 1)
+
+
 def test_values_count_by_their_lengths_whatever_their_signs() -> None:
     one = torch.ones(1, 2)
     assert agreement("", "", one, -one).cosine == agreement("", "", -one, one).cosine == -1.0

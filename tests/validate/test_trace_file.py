@@ -69,6 +69,13 @@ def test_heads_vocabulary_and_partial_results_are_joined(tmp_path: Path, stack: 
     assert trace.unequal == {}
 
 
+def test_a_sum_of_bfloat16_parts_is_not_rounded(tmp_path: Path, stack: ExitStack) -> None:
+    parts = [random(6, 5, seed=rank).bfloat16() for rank in range(3)]
+    paths = ranks(tmp_path, *({"a": part} for part in parts), join={"a": "sum"})
+    found = whole(JoinedTrace(paths, stack), "a")
+    assert torch.equal(found, torch.stack(parts).float().sum(0))
+
+
 def test_ranks_that_differ_where_they_should_not_are_reported(
     tmp_path: Path, stack: ExitStack
 ) -> None:
