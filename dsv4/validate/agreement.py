@@ -184,7 +184,7 @@ def table(rows: list[Agreement]) -> str:
     """The rows as text: those under the threshold are marked with their first token, and a value of
     which no row was compared has no numbers.
     """
-    width = max(10, *(len(row.name) for row in rows)) if rows else 10
+    width = max([10, *(len(row.name) for row in rows)])
     head = (
         f"{'':<{width}} {'kind':<5} {'cosine':>11} {'worst token':>12} {'at':>7} {'rel. error':>11}"
     )

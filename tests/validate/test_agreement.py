@@ -95,6 +95,28 @@ def test_values_whose_squares_are_no_numbers_of_float64_are_compared(scale: floa
     assert alone.result("", "").cosine == pytest.approx(24 / 26)
 
 
+def test_slices_of_other_magnitudes_are_added() -> None:
+    a = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    for scales in ((1e200, 1e-200), (1e-200, 1e200)):
+        comparison = RowComparison(0.999)
+        for scale in scales:
+            comparison.add(scale * a, scale * a if scale > 1 else scale * a.flip(1))
+        assert comparison.result("", "").cosine == 1.0
+
+
+def test_the_error_is_that_of_the_largest_difference_of_either_sign() -> None:
+    reference = torch.tensor([[0.125, -0.5], [0.25, 0.25]])
+    assert agreement("", "", reference - 0.125, reference).relative_error == 0.25
+    assert agreement("", "", reference + 0.125, reference).relative_error == 0.25
+
+
+def test_values_that_cannot_be_computed_with_are_compared() -> None:
+    a = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    b = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = agreement("", "", a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn))
+    assert found == agreement("", "", a, b)
+
+
 def test_small_values_beside_large_ones_are_compared() -> None:
     a = torch.tensor([[1.0, 0.0], [1e-200, 0.0]], dtype=torch.float64)
     found = agreement("", "", a, torch.stack((a[0], a[1].flip(0))))
@@ -109,8 +131,12 @@ def test_equal_choices_are_exactly_equal() -> None:
 
 def test_zeros_agree_with_zeros_only() -> None:
     zeros = torch.zeros(2, 3)
-    assert agreement("", "", zeros, zeros).worst_token == 1.0
-    assert agreement("", "", zeros, torch.ones(2, 3)).worst_token == 0.0
+    ones = torch.ones(2, 3)
+    for a, b, expected in ((zeros, zeros, 1.0), (zeros, ones, 0.0), (ones, zeros, 0.0)):
+        found = agreement("", "", a, b)
+        assert found.worst_token == found.cosine == expected
+        # Without a reference there is nothing that an error is relative to.
+        assert found.relative_error == float((a - b).abs().max())
     nothing = agreement("", "", torch.zeros(0, 3), torch.zeros(0, 3))
     assert nothing.passes
     assert nothing.worst_at is None
@@ -133,7 +159,7 @@ def test_slices_say_what_the_whole_says(step: int) -> None:
 
 def test_ids_are_sets() -> None:
     assert chosen([[3, 1, -1]], [[1, 3]]).worst_token == 1.0
-    assert chosen([[-1, -1]], [[-1]]).passes
+    assert chosen([[-1, -1]], [[-1]]).worst_token == 1.0
     half = chosen([[1, 2], [1, 2], [5, -1]], [[2, 1], [2, 3], [5, -1]])
     assert (half.worst_token, half.worst_at, half.first_under) == (0.5, 1, 1)
     assert half.cosine == pytest.approx(4 / 5)
@@ -141,9 +167,17 @@ def test_ids_are_sets() -> None:
     assert chosen([[1]], [[-1]]).worst_token == 0.0
 
 
+def test_a_share_of_exactly_the_threshold_passes() -> None:
+    comparison = RowComparison(0.9)
+    comparison.add_chosen(torch.arange(10)[None], torch.arange(1, 11)[None])
+    found = comparison.result("", "", chosen=True)
+    assert (found.worst_token, found.first_under) == (0.9, None)
+
+
 def test_an_id_given_twice_counts_once() -> None:
     assert chosen([[3, 3]], [[3, 4]]).worst_token == 0.5
     assert chosen([[3, 4]], [[3, 3]]).worst_token == 0.5
+    assert chosen([[1, 3, 3]], [[1, 3, 4]]).worst_token == pytest.approx(2 / 3)
 
 
 def test_values_are_aligned_by_id() -> None:
@@ -163,6 +197,9 @@ def test_values_are_aligned_by_id() -> None:
     no_entries = torch.zeros(2, 0)
     a, b, compared = align(no_entries, no_entries.long(), no_entries, no_entries.long())
     assert (a.shape, b.shape, compared.tolist()) == ((2, 0), (2, 0), [False, False])
+    a, b, compared = align(torch.ones(2, 2), others, no_entries, no_entries.long())
+    assert (a.tolist(), b.tolist()) == ([[0.0, 0.0]] * 2, [[0.0, 0.0]] * 2)
+    assert compared.tolist() == [False, False]
 
 
 def test_values_without_a_shared_id_have_no_number() -> None:
@@ -193,5 +230,5 @@ def test_the_table_marks_what_fails_and_from_where() -> None:
     ]
     head, good, bad = table(rows).splitlines()
     assert "worst token" in head
-    assert "threshold" not in good
+    assert good.split() == ["layers.0.attn.q", "SWA", "1.00000000", "0.99995000", "3", "1.00e-04"]
     assert bad.endswith("under the threshold from 1")
