@@ -162,7 +162,7 @@ def expect_shape(name: str, trace: JoinedTrace, shape: list[int], source: str) -
 
 def expect_shape_of_choices(name: str, trace: JoinedTrace) -> None:
     """Raises ``UserError`` for ids that are no integers ``[T, K]``, and for values that have not as
-    many columns as their ids, where ``trace`` has those.
+    many columns as their ids, which ``trace`` has too.
     """
     shape = trace.shape(name)
     ids = ids_of(name)
@@ -170,7 +170,7 @@ def expect_shape_of_choices(name: str, trace: JoinedTrace) -> None:
         raise UserError(f"{trace.path}: {name}: found {shape}, expected [T, K]")
     if suffix(name) in CHOSEN and trace.dtype(name)[0] not in "IU":
         raise UserError(f"{trace.path}: {name}: found {trace.dtype(name)}, expected integers")
-    if ids is not None and ids in trace.names and shape != trace.shape(ids):
+    if ids is not None and shape != trace.shape(ids):
         expected = f"{trace.shape(ids)} as {suffix(ids)} has"
         raise UserError(f"{trace.path}: {name}: found {shape}, expected {expected}")
 
