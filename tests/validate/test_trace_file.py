@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4.errors import UserError
@@ -192,6 +193,7 @@ def test_wrong_metadata_is_one_line(
         ({"positions": torch.arange(6) + 1}, "positions[0]: found 1, expected 0"),
         ({"positions": torch.tensor([0, 1, 3, 2, 4, 5])}, "positions[2]: found 3, expected 2"),
         ({"token_ids": torch.zeros(6)}, "token_ids: found F32 [6], expected I64 [T]"),
+        ({"token_ids": torch.arange(6)[None]}, "token_ids: found I64 [1, 6], expected I64 [T]"),
         (
             dict.fromkeys(("token_ids", "positions"), torch.zeros(0, dtype=torch.int64)),
             "token_ids: found none, expected at least one token",
@@ -205,6 +207,28 @@ def test_wrong_tokens_are_one_line(
     with pytest.raises(UserError) as error:
         JoinedTrace([path], stack)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "message"),
+    [
+        (["positions"], {"format": "dsv4-trace/1"}, "token_ids: not in the file"),
+        (["token_ids"], {"format": "dsv4-trace/1"}, "positions: not in the file"),
+        (["token_ids", "positions"], None, "format: found None, expected 'dsv4-trace/1'"),
+    ],
+)
+def test_what_every_trace_has_and_a_file_lacks_is_one_line(
+    names: list[str],
+    metadata: dict[str, str] | None,
+    message: str,
+    tmp_path: Path,
+    stack: ExitStack,
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.arange(6) for name in names}, path, metadata)
+    with pytest.raises(UserError) as error:
+        JoinedTrace([path], stack)
+    assert str(error.value) == f"{path}: {message}"
 
 
 def test_token_ids_of_a_dtype_that_torch_lacks_are_one_line(
