@@ -210,3 +210,18 @@ def test_wrong_choices_fail_at_every_threshold(
     assert main([*arguments(model, "1", path), *flags, "--choices", "0"]) == 0
     assert main([*arguments(model, "1", path), *flags]) == 1
     assert "under the threshold: router.experts\n" in capsys.readouterr().out
+
+
+def test_a_near_tie_of_one_token_passes(
+    model: Path, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """20 of 21 tokens choose the same experts."""
+    name = "layers.1.router.experts"
+    values = load_file(trace_file)
+    values[name][3] += 16
+    path = write(tmp_path / "a.safetensors", values, len(TOKENS))
+    flags = [*arguments(model, "1", path), "--input", str(trace_file)]
+    assert main([*flags, "--choices", "0.952"]) == 0
+    assert "under the threshold" not in capsys.readouterr().out
+    assert main([*flags, "--choices", "0.953"]) == 1
+    assert "under the threshold: router.experts\n" in capsys.readouterr().out
