@@ -1,12 +1,14 @@
 """What the reports say of a value: NaN is the least, and what was not compared has no number."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from dsv4.validate import cosine
+from dsv4.validate import cosine, layers
 from dsv4.validate.agreement import Agreement
 from dsv4.validate.layer_walk import LayerResult
 from dsv4.validate.layers import line, points
@@ -30,6 +32,39 @@ def test_a_layer_says_nothing_of_what_was_not_compared() -> None:
     result = LayerResult(1, "SWA", 8, 0.0, rows, [], [])
     assert "router.weights" not in line(result)
     assert [point.name for point in points([result])] == ["layers.1.router.experts"]
+
+
+def test_a_point_is_the_worst_token_or_the_share_of_all_choices() -> None:
+    value = replace(row("attn.kv", 0.5), cosine=0.9)
+    share = replace(value, name="layers.1.router.experts", relative_error=None)
+    found = points([LayerResult(1, "SWA", 8, 0.0, [value, share], [], [])])
+    assert [point[3:] for point in found] == [(0.5, 0.9, False), (0.9, 0.9, False)]
+    assert {point.column for point in found} == {"layer 1, 8"}
+
+
+def test_layers_stand_below_one_head_and_the_record_says_what_was_compared(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--device", "cpu", "--model", str(model), "--layers", "0:2"]
+    written = tmp_path / "found.json"
+    lengths = ["--tokens", "3", "--context", "5", "--json", str(written)]
+    assert layers.main([*flags, *lengths]) == 0
+    words = [text.split()[:2] for text in capsys.readouterr().out.splitlines()]
+    assert words == [["layer", "kind"], ["0", "SWA"], ["1", "CSA"], ["peak", "memory:"]]
+    record = json.loads(written.read_text())
+    assert record["command"] == " ".join(["python -m dsv4.validate.layers", *flags, *lengths])
+    expected = {
+        "layout": None,
+        "input": "own",
+        "reference": "torch",
+        "threshold": 0.999,
+        "choices": 0.95,
+        "tokens": 3,
+        "context": 5,
+        "unequal": {},
+    }
+    assert {name: record[name] for name in expected} == expected
+    assert all({*layer} == {*LayerResult._fields} for layer in record["layers"])
 
 
 def test_choices_have_the_colour_of_their_own_limit() -> None:
