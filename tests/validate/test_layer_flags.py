@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.engine_config import EngineConfig
+from dsv4.validate.layer_flags import described, engine_configs, parse
 from dsv4.validate.layers import main
 
 
@@ -40,6 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json"),
         (["--swap", "moe"], "--swap: found 'moe'"),
         (["--reference", "transformers", "--context", "8"], "--context: found with --reference"),
+        (["--tokens", "5", "--input", "none"], "--tokens: found with a trace, which says it,"),
+        (["--context", "5", "--input", "none"], "--context: found with a trace, which says it,"),
+        (["--geometry", "v4-pro", "--model", "."], "--model: found with --geometry, expected no"),
     ],
 )
 def test_wrong_flags_are_one_line(
@@ -53,3 +58,20 @@ def test_wrong_flags_are_one_line(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_both_sides_compute_as_their_flags_say() -> None:
+    ours = ["--device", "cuda", "--gpus", "2", "--ops", "torch", "--compute-dtype", "float32"]
+    shared = ["--kv-dtype", "bf16", "--prefill-activations", "fp8"]
+    of_both = {"ops": "torch", "kv_dtype": "bf16", "prefill_activations": "fp8"}
+    for theirs, dtype in (([], "float32"), (["--reference-compute-dtype", "bfloat16"], "bfloat16")):
+        options = parse([*ours, *shared, *theirs], None)
+        assert engine_configs(options) == (
+            EngineConfig(device="cuda", gpus=2, compute_dtype="float32", **of_both),
+            EngineConfig(device="cpu", gpus=1, compute_dtype=dtype, **of_both),
+        )
+
+
+def test_random_weights_are_named_by_their_geometry_and_layout() -> None:
+    found = described(parse(["--geometry", "v4-pro", "--layout", "native"], None))
+    assert (found["model"], found["layout"]) == ("v4-pro", "native")
