@@ -1,12 +1,15 @@
 """Flags of the validation layer by layer that are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4.checkpoint import tiny_config, write_synthetic
+from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.validate.layer_flags import described, engine_configs, parse
+from dsv4.errors import UserError
+from dsv4.validate.layer_flags import check_room, described, engine_configs, parse
 from dsv4.validate.layers import main
 
 
@@ -63,8 +66,12 @@ def test_wrong_flags_are_one_line(
 def test_both_sides_compute_as_their_flags_say() -> None:
     ours = ["--device", "cuda", "--gpus", "2", "--ops", "torch", "--compute-dtype", "float32"]
     shared = ["--kv-dtype", "bf16", "--prefill-activations", "fp8"]
-    of_both = {"ops": "torch", "kv_dtype": "bf16", "prefill_activations": "fp8"}
-    for theirs, dtype in (([], "float32"), (["--reference-compute-dtype", "bfloat16"], "bfloat16")):
+    of_both: dict[str, Any] = {"ops": "torch", "kv_dtype": "bf16", "prefill_activations": "fp8"}
+    given: list[tuple[list[str], Any]] = [
+        ([], "float32"),
+        (["--reference-compute-dtype", "bfloat16"], "bfloat16"),
+    ]
+    for theirs, dtype in given:
         options = parse([*ours, *shared, *theirs], None)
         assert engine_configs(options) == (
             EngineConfig(device="cuda", gpus=2, compute_dtype="float32", **of_both),
@@ -75,3 +82,12 @@ def test_both_sides_compute_as_their_flags_say() -> None:
 def test_random_weights_are_named_by_their_geometry_and_layout() -> None:
     found = described(parse(["--geometry", "v4-pro", "--layout", "native"], None))
     assert (found["model"], found["layout"]) == ("v4-pro", "native")
+
+
+def test_tokens_reach_the_last_position_of_the_model() -> None:
+    config = ModelConfig.from_dict(tiny_config(max_position_embeddings=100))
+    check_room(parse(["--context", "90", "--tokens", "10"], None), config)
+    with pytest.raises(
+        UserError, match="--context: found 90 and --tokens 11, expected at most 100"
+    ):
+        check_room(parse(["--context", "90", "--tokens", "11"], None), config)
