@@ -66,7 +66,9 @@ def test_a_value_without_rows_does_not_end_the_comparison_of_others(
         "layers.1.streams": random(6, 2, 8),
     }
     paths = [
-        write(tmp_path / f"{side}", values, **({"config": raw_config((0, 4))} if has_one else {}))
+        write(
+            tmp_path / f"{side}", values, 6, **({"config": raw_config((0, 4))} if has_one else {})
+        )
         for side, has_one in enumerate((labelled == 0, labelled == 1))
     ]
     code, written = record(tmp_path, *paths)

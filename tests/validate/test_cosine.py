@@ -6,12 +6,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
+from dsv4.engine_config import EngineConfig
+from dsv4.errors import UserError
 from dsv4.ops import TORCH
 from dsv4.ops.tables import CUDA_TABLE, TORCH_TABLE, RecordedTable, swap_ops
 from dsv4.validate import cosine, layers, traces
@@ -94,6 +97,15 @@ def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.Captur
             ["--prompt", "a\udcff"],
             "--prompt: found a lone surrogate at character 1, expected valid",
         ),
+        (
+            ["--prompt", "a", "--random-tokens", "3"],
+            "--prompt: found together with --random-tokens",
+        ),
+        (
+            ["--reference", "transformers", "--reference-device", "auto"],
+            "--reference-device: found with transformers, which runs on the CPU",
+        ),
+        (["--parallel", "tensor", "--swap", "moe=torch"], "--swap: found 'moe=torch' with --par"),
         (["--prompt", ""], "--prompt: found 0 tokens, expected 1 to 8192 (max_position"),
         (["--random-tokens", "8193"], "--random-tokens: found 8193 tokens, expected 1 to 8192"),
         (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json, expected"),
@@ -115,6 +127,59 @@ def test_other_wrong_flags_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_flags_reach_both_sides_and_the_choices_of_tokens_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given: list[tuple[EngineConfig, dict[str, str]]] = []
+
+    def trace(_: Path, ids: list[int], config: EngineConfig, swaps: dict[str, str]) -> Any:
+        """The last token's largest logit is another one on either side."""
+        given.append((config, swaps))
+        last = torch.tensor([1.0, 1.0001] if len(given) == 1 else [1.0001, 1.0])
+        logits = torch.stack([torch.tensor([1.0, 2.0])] * (len(ids) - 1) + [last])
+        return {"layers": [logits], "final": logits, "logits": logits}, ["SWA"]
+
+    monkeypatch.setattr(cosine, "engine_trace", trace)
+    ours = ["--device", "cuda", "--gpus", "2", "--chunk", "7", "--swap", "moe=torch"]
+    modes = ["--cuda-graph", "full", "--prefill-activations", "fp8"]
+    shared = ["--kv-dtype", "bf16", "--compute-dtype", "float32", "--random-tokens", "3"]
+    written = tmp_path / "out.json"
+    assert main([*ours, *modes, *shared, "--json", str(written)]) == 0
+    common = EngineConfig(
+        kv_dtype="bf16", compute_dtype="float32", max_context=3, draft="off", cuda_graph=None
+    )
+    assert given == [
+        (
+            replace(
+                common,
+                device="cuda",
+                gpus=2,
+                prefill_chunk=7,
+                cuda_graph="full",
+                prefill_activations="fp8",
+            ),
+            {"moe": "torch"},
+        ),
+        (replace(common, device="cpu", ops="torch", prefill_chunk=512), {}),
+    ]
+    assert capsys.readouterr().out.endswith("same argmax at every token: no\n")
+    assert json.loads(written.read_text())["same_argmax_at_every_token"] is False
+
+
+@pytest.mark.parametrize("with_trace", [False, True])
+def test_flags_that_nothing_reads_beside_traces_are_refused(with_trace: bool) -> None:
+    given = {"prompt": "a", "random-tokens": "3"}
+    given |= {"reference": "transformers", "reference-device": "auto"}
+    if with_trace:
+        given |= {"model": ".", "device": "cpu", "gpus": "2", "parallel": "tensor"}
+        given |= {"ops": "torch", "chunk": "3", "cuda-graph": "full", "swap": "moe=torch"}
+        given |= {"kv-dtype": "bf16", "compute-dtype": "float32", "prefill-activations": "fp8"}
+    files = ["--against", "a", *(["--trace", "b"] if with_trace else [])]
+    for flag, value in given.items():
+        with pytest.raises(UserError, match=f"^--{flag}: found with --against"):
+            cosine.parse([*files, f"--{flag}", value])
 
 
 def test_swapping_changes_the_cuda_table_only() -> None:
