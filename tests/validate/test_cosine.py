@@ -168,6 +168,20 @@ def test_flags_reach_both_sides_and_the_choices_of_tokens_are_compared(
     assert json.loads(written.read_text())["same_argmax_at_every_token"] is False
 
 
+@pytest.mark.parametrize(
+    ("mode", "prompt_tokens"), [(None, None), ("auto", None), ("split", 0), ("full", 0)]
+)
+def test_only_replayed_steps_take_the_tokens_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, prompt_tokens: int | None
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(traces.Engine, "load", lambda *_, **__: None)
+    monkeypatch.setattr(traces, "write_trace", lambda *given: asked.append(given))
+    config = EngineConfig(device="cuda", cuda_graph=mode)
+    traces.write_engine_trace(Path("out"), CHECKPOINT, [1, 2], config, {}, ["hidden"])
+    assert asked == [(None, [1, 2], Path("out"), ["hidden"], prompt_tokens, CHECKPOINT.name)]
+
+
 @pytest.mark.parametrize("with_trace", [False, True])
 def test_flags_that_nothing_reads_beside_traces_are_refused(with_trace: bool) -> None:
     given = {"prompt": "a", "random-tokens": "3"}
