@@ -234,6 +234,5 @@ def _optional_string(mapping: Mapping, key: str, where: str) -> str:
     value = mapping.get(key)
     if value is None:
         return ""
-    if not isinstance(value, str):
-        raise ValueError(f"{where}.{key} is {type(value).__name__}, expected a string")
+    check_string(value, f"{where}.{key}")
     return value
