@@ -1,10 +1,10 @@
 """Which drafts of a block stay, and the token behind them.
 
 At temperatures above 0 draft i, drawn from q_i, is kept with the probability min(1, p_i / q_i) if
-all before it are; the token behind those that are kept is drawn from max(p − q, 0), normalised, or
-from p behind the last draft. Then every token has the distribution p of the main model, whatever q
-is (Leviathan et al. 2023; Chen et al. 2023). ``accepted_drafts``, ``behind_accepted`` and ``drawn``
-take any number of blocks B at once.
+all before it are; the token behind those that are kept is drawn from max(p − q, 0), normalised,
+or from p behind the last draft. Then every token has the distribution p of the main model, whatever
+q is (Leviathan et al. 2023; Chen et al. 2023). ``accepted_drafts``, ``behind_accepted`` and
+``drawn`` take any number of blocks B at once.
 """
 
 import torch
