@@ -1,7 +1,9 @@
 """EngineConfig: how to run a model; frozen and validated."""
 
+import os
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dsv4.errors import UserError, shorten
@@ -72,8 +74,8 @@ class EngineConfig:
     prefill_activations: ActivationMode = "bf16"
     draft: Literal["auto", "off", "mtp", "dspark"] = "auto"
     draft_tokens: int | Literal["auto"] | None = None
-    draft_weights: str | None = None
-    packed_cache: str | None = None
+    draft_weights: str | Path | None = None
+    packed_cache: str | Path | None = None
 
     @classmethod
     def given(cls, config: "EngineConfig | None") -> "EngineConfig":
@@ -144,9 +146,14 @@ class EngineConfig:
         object.__setattr__(self, field, number)
 
     def _check_folders(self) -> None:
+        """Paths become strings, which JSON has. Raises ``UserError``."""
         for field in ("draft_weights", "packed_cache"):
             folder = self.__dict__[field]
-            if folder is not None and not (isinstance(folder, str) and folder):
+            if folder is None:
+                continue
+            name = os.fspath(folder) if isinstance(folder, str | os.PathLike) else folder
+            if not (isinstance(name, str) and name):
                 found = shorten(folder)
-                expected = "a string: the path of a folder"
+                expected = "the path of a folder"
                 raise UserError(f"EngineConfig.{field}: found {found}, expected {expected}")
+            object.__setattr__(self, field, name)

@@ -1,5 +1,6 @@
 """``EngineConfig``: what is refused, and what is kept of numbers."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,11 @@ import pytest
 
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+
+
+class PathOfBytes(os.PathLike[bytes]):
+    def __fspath__(self) -> bytes:
+        return b"folder"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,18 @@ def test_integers_of_numpy_are_kept_as_integers_of_python(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["draft_weights", "packed_cache"])
-def test_a_folder_that_is_a_path_is_told_to_be_a_string(field: str) -> None:
+def test_a_folder_is_a_string_or_a_path_and_kept_as_a_string(field: str) -> None:
+    """JSON, which records have them in, knows no paths."""
     path: Any = Path("folder")
-    with pytest.raises(UserError, match="found PosixPath.*, expected a string: the path of a"):
-        EngineConfig(**{field: path})
+    name: Any = "folder"
+    kept = EngineConfig(**{field: path})
+    assert kept == EngineConfig(**{field: name})
+    assert type(vars(kept)[field]) is str
+
+
+@pytest.mark.parametrize("field", ["draft_weights", "packed_cache"])
+@pytest.mark.parametrize("found", ["", b"folder", 3, PathOfBytes()])
+def test_nothing_else_is_a_folder(field: str, found: Any) -> None:
+    expected = f"^EngineConfig.{field}: found .*, expected the path of a folder$"
+    with pytest.raises(UserError, match=expected):
+        EngineConfig(**{field: found})

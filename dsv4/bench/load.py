@@ -158,7 +158,7 @@ class LoadBench:
         kernels, from packed weights, and with packing again.
         """
         torch.cuda.empty_cache()
-        kept = replace(self._engine, packed_cache=str(self._packed))
+        kept = replace(self._engine, packed_cache=self._packed)
         names = ("first_start", "start_from_packed_cache", "start_with_packing")
         engines = (self._engine, kept, self._engine)
         return {

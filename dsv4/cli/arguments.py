@@ -98,7 +98,7 @@ def refuse_files_in_use(
     """
     folder = draft_folder(arguments)
     flag = "--draft" if arguments.draft_weights is None else "--draft-weights"
-    draft = None if folder is None else (flag, Path(folder))
+    draft = None if folder is None else (flag, folder)
     refuse_shared_files(_files(arguments, _INPUTS), written, Path(arguments.model), draft)
 
 
@@ -131,5 +131,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         draft=arguments.draft,
         draft_tokens=arguments.draft_tokens,
         draft_weights=draft_folder(arguments),
-        packed_cache=None if arguments.packed_cache is None else str(arguments.packed_cache),
+        packed_cache=arguments.packed_cache,
     )

@@ -47,13 +47,14 @@ def draft_tokens(text: str) -> int | str:
     return int(text)
 
 
-def draft_folder(arguments: argparse.Namespace) -> str | None:
+def draft_folder(arguments: argparse.Namespace) -> Path | None:
     """``--draft-weights``; of the embedded demo the folder of the module that ``--draft`` names."""
-    if arguments.draft_weights is not None:
-        return str(arguments.draft_weights)
+    given: Path | None = arguments.draft_weights
+    if given is not None:
+        return given
     is_demo = os.path.realpath(arguments.model) == os.path.realpath(CHECKPOINT)
     if is_demo and arguments.draft in DRAFTS and DRAFTS[arguments.draft].is_dir():
-        return str(DRAFTS[arguments.draft])
+        return DRAFTS[arguments.draft]
     return None
 
 

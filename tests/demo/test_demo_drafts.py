@@ -76,4 +76,4 @@ def test_the_demo_by_any_path_has_them() -> None:
     relative = Path(os.path.relpath(CHECKPOINT))
     for model in (CHECKPOINT, relative, CHECKPOINT / ".." / "checkpoint"):
         asked = argparse.Namespace(model=model, draft="mtp", draft_weights=None)
-        assert draft_folder(asked) == str(DRAFTS["mtp"])
+        assert draft_folder(asked) == DRAFTS["mtp"]

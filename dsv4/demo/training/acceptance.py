@@ -40,7 +40,7 @@ def measure(
     seconds of decoding with and without. ``config``: how to run it, but for the drafts.
     """
     plain = Engine.load(CHECKPOINT, replace(config, draft="off", draft_tokens=None))
-    engine = Engine.load(CHECKPOINT, replace(config, draft=draft, draft_weights=str(folder)))
+    engine = Engine.load(CHECKPOINT, replace(config, draft=draft, draft_weights=folder))
     limit_cpu_threads(engine.config)
     tokenizer = Tokenizer(CHECKPOINT)
     for one in (engine, plain):
