@@ -49,8 +49,7 @@ def read_plain(
             problems.add(
                 "out of range", f"{name} (found expert ids {found}, expected 0 to {experts - 1})"
             )
-        token = _first_repeating(tensor)
-        if token is not None:
+        elif (token := _first_repeating(tensor)) is not None:
             problems.add(
                 "out of range", f"{name} (found an expert twice for token {token}, expected once)"
             )
@@ -61,8 +60,8 @@ def read_plain(
 
 
 def _first_repeating(ids_VK: Tensor) -> int | None:
-    """The first row that holds a number twice. Rows are sorted only where there is one, which takes
-    longer than to compare every column with those behind it.
+    """The first row that holds a number, of 32 bits, twice. Rows are sorted only where there is
+    one, which takes longer than to compare every column with those behind it.
     """
     ids_KV = ids_VK.to(torch.int32).t().contiguous()
     if not any(bool((ids_KV[by:] == ids_KV[:-by]).any()) for by in range(1, len(ids_KV))):

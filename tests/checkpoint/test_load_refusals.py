@@ -129,6 +129,17 @@ def test_a_token_routed_to_one_expert_twice_is_refused(
         load(changed_copy(tmp_path / "x", tmp_path / "y", edit))
 
 
+def test_ids_that_are_equal_in_their_low_32_bits_are_out_of_range_and_not_the_same(
+    native: Path, tmp_path: Path
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors["layers.0.ffn.gate.tid2eid"][5] = torch.tensor([3, 2**32 + 3])
+
+    message = r": 1 out of range: \S+tid2eid \(found expert ids 0 to 4294967299, expected 0 to 7\)$"
+    with pytest.raises(UserError, match=message):
+        load(changed_copy(native, tmp_path / "x", edit))
+
+
 def test_file_that_shrinks_during_the_load_is_one_line(native: Path, tmp_path: Path) -> None:
     folder = changed_copy(native, tmp_path / "x")
     checkpoint = open_checkpoint(folder)
