@@ -44,6 +44,17 @@ def test_a_point_puts_back_what_a_module_held_there() -> None:
     assert int(kept.sum()) == 8 + WINDOW
 
 
+def test_a_point_of_a_sequence_that_went_back_reaches_no_further_than_its_rows() -> None:
+    """The rings reach 11 tokens back from the furthest one, and five have been taken back."""
+    draft = draft_from(0)
+    point = Point.of((), draft, 100, 105)
+    assert (point.furthest, point.undoable_tokens) == (105, 6)
+    ring = draft.stages[0].ring.data
+    ring.fill_(4)
+    point.restore((), draft)
+    assert int((ring != 4).all(-1).sum()) == 6 + WINDOW
+
+
 def test_a_point_without_a_module_leaves_its_rows() -> None:
     draft = draft_from(99)
     point = Point.of((), draft, 100, 100)

@@ -77,7 +77,7 @@ def test_cast_covers_exactly_the_exponents_of_e4m3() -> None:
     assert torch.equal(wide.global_scale, torch.tensor(6 * 2.0**-10 / 2688))
 
 
-@pytest.mark.parametrize("code", [0x20, 0x02])
+@pytest.mark.parametrize("code", [0x40, 0x20, 0x10, 0x04, 0x02, 0x01])
 def test_a_group_of_one_half_of_the_codes_is_none_of_zeros(code: int) -> None:
     data = torch.cat([torch.full((1, 16), code), torch.full((1, 16), 0x22)], dim=1)
     scale = exponent_to_e8m0(torch.tensor([[3, 0]]))
