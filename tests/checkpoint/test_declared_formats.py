@@ -14,6 +14,7 @@ from dsv4.checkpoint.declarations import (
     read_declaration,
 )
 from dsv4.config import ModelConfig
+from dsv4.errors import UserError
 from dsv4.weights.parameters import parameters
 from dsv4.weights.quant import QuantFormat
 from tests.checkpoint.folders import changed_copy
@@ -116,3 +117,12 @@ def test_expert_dtype_may_stand_in_the_declaration_alone(bf16: Path, tmp_path: P
     folder = changed_copy(bf16, tmp_path / "x", config={"expert_dtype": None, **config})
     found = read_declaration(open_checkpoint(folder))
     assert found.allowed(PARAMETERS[EXPERTS], Dialect.NATIVE) == (FP8,)
+
+
+def test_two_files_that_disagree_on_the_experts_are_refused(bf16: Path, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"}}
+    folder = changed_copy(bf16, tmp_path / "x", config=config)
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"expert_dtype": "fp8"}}')
+    message = "expert_dtype: found 'fp4', expected 'fp8' as in hf_quant_config.json$"
+    with pytest.raises(UserError, match=message):
+        read_declaration(open_checkpoint(folder))

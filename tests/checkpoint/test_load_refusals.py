@@ -93,9 +93,19 @@ def test_hostile_names_are_escaped(native: Path, tmp_path: Path) -> None:
             r"experts.3.w1.weight_scale_2: found nan",
         ),
         (
+            "layers.2.ffn.experts.3.w1.weight_scale_2",
+            float("inf"),
+            r"experts.3.w1.weight_scale_2: found inf, expected a finite number above 0$",
+        ),
+        (
             "layers.2.ffn.experts.3.w1.input_scale",
             float("nan"),
             r"experts.3.w1.input_scale: found nan, expected a finite number from 0$",
+        ),
+        (
+            "layers.2.ffn.experts.3.w1.input_scale",
+            float("inf"),
+            r"experts.3.w1.input_scale: found inf, expected a finite number from 0$",
         ),
         (
             "layers.2.ffn.experts.3.w1.input_scale",

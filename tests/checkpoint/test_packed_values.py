@@ -1,6 +1,7 @@
 """What packings make, as JSON and memory and back: equal, and as much shared as before."""
 
 import json
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def packed_by(packing: Packing) -> list[object]:
     return packed
 
 
+def classes_in(value: object) -> list[type]:
+    """The class of every value, in order."""
+    parts: list[object] = []
+    if isinstance(value, tuple):
+        parts = list(value)
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    return [type(value), *(kind for part in parts for kind in classes_in(part))]
+
+
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
 def test_what_is_made_again_is_what_was_packed(packing: Packing) -> None:
     for value in packed_by(packing):
@@ -62,6 +73,7 @@ def test_what_is_made_again_is_what_was_packed(packing: Packing) -> None:
         copies = [part.clone() for part in memory.tensors]
         again = remade(json.loads(text), copies)
         assert described(again, Memory()) == json.loads(text)
+        assert classes_in(again) == classes_in(value)
         assert set(numbers_in(json.loads(text))) == set(range(len(copies)))
         pairs = list(zip(tensors_in(value), tensors_in(again), strict=True))
         assert pairs

@@ -270,6 +270,12 @@ def test_nvfp4_block_scales_that_are_nan_or_negative_are_refused_with_their_plac
     [
         ("weight_scale", 0x7F, "found nan at [0, 0], expected 0 to 448"),
         ("weight_scale_2", 0, "found 0.0, expected a finite number above 0"),
+        (
+            "weight_scale_2",
+            0x44,
+            "found 785.067 with block scales up to 2, expected a product of at most 64: "
+            "global scales are factors, not divisors",
+        ),
     ],
 )
 def test_the_scales_of_an_expert_that_is_read_alone_have_its_name(
