@@ -181,10 +181,11 @@ class _Finder:
         except ValueError as error:
             raise UserError(f"{self.checkpoint.folder}: {parameter.name}: {error}") from None
         if place.half is not None and not can_be_halved(format, parameter.shape):
-            self.problems.add(
-                "in a format not supported for fused experts",
-                f"{place.modules[0]} ({format.value})",
-            )
+            found = f"{place.modules[0]} ({format.value})"
+            self.problems.add("in a format not supported for fused experts", found)
+            for component in ALL_COMPONENTS:
+                self.unused.pop(f"{place.modules[0]}.{component}", None)
+            return StoredParameter(parameter, format, {}, 0)
         parts = self._parts(parameter, place, format)
         sizes = {name: math.prod(shape) for name, shape in shapes.items() if shape is not None}
         nbytes = sum(size * parts[name].dtype.itemsize for name, size in sizes.items())

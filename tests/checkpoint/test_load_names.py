@@ -11,6 +11,7 @@ from dsv4.checkpoint import (
     tiny_config,
     write_synthetic,
 )
+from dsv4.checkpoint.formats import can_be_halved
 from dsv4.errors import UserError
 from dsv4.weights.quant import QuantFormat
 from tests.checkpoint.folders import (
@@ -92,6 +93,45 @@ def fp8_like(stacked: Tensor, component: str) -> Tensor:
         halves[:, rows // 2 :] = 2
         return halves.to(torch.float8_e4m3fn)
     return torch.full((experts, rows // 128, 1), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def test_fused_experts_that_cannot_be_halved_are_refused_by_name(
+    nvfp4_experts: Path, tmp_path: Path
+) -> None:
+    """Gate and up rows of NVFP4 have global scales of their own, which are one tensor here."""
+
+    def fuse(tensors: Tensors) -> None:
+        prefix = "layers.1.ffn.experts"
+        for component in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            parts = [
+                [tensors.pop(f"{prefix}.{e}.{p}.{component}").view(-1) for p in ("w1", "w3")]
+                for e in range(8)
+            ]
+            tensors[f"{prefix}.w13.{component}"] = torch.stack(
+                [torch.cat([part.view(torch.uint8) for part in row]) for row in parts]
+            )
+
+    kind = "in a format not supported for fused experts"
+    with pytest.raises(
+        UserError, match=rf": 2 {kind}: layers.1.ffn.experts.w13 \(nvfp4\), \S+ \S+$"
+    ):
+        load(changed_copy(nvfp4_experts, tmp_path / "x", fuse))
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "expected"),
+    [
+        (QuantFormat.BF16, 64, True),
+        (QuantFormat.MXFP4, 64, True),
+        (QuantFormat.FP8_BLOCK128, 128, True),
+        (QuantFormat.FP8_BLOCK128, 64, False),
+        (QuantFormat.NVFP4, 128, False),
+    ],
+)
+def test_fused_rows_can_be_halved_where_no_scale_is_for_both_halves(
+    format: QuantFormat, rows: int, expected: bool
+) -> None:
+    assert can_be_halved(format, (8, rows, 192)) is expected
 
 
 def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
