@@ -11,6 +11,7 @@ from dsv4.checkpoint.layer_weights import LayerSource, LayerWeights, RandomLayer
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.weights.on_demand import WeightOnDemand
+from dsv4.weights.parameters import parameters
 from dsv4.weights.quant import QuantTensor
 
 CPU = torch.device("cpu")
@@ -27,7 +28,9 @@ def values(weight: QuantTensor | WeightOnDemand | Tensor) -> Tensor:
 
 def assert_same_experts(source: LayerSource, whole: LayerWeights) -> None:
     """Each expert read alone is that of the stack, and nothing but experts is left unread."""
-    for name, weight in source.weights(1, CPU, on_demand=True).items():
+    on_demand = source.weights(1, CPU, on_demand=True)
+    assert on_demand.keys() == whole.keys()
+    for name, weight in on_demand.items():
         assert isinstance(weight, WeightOnDemand) == (".experts." in name), name
         if isinstance(weight, WeightOnDemand):
             stack = whole[name]
@@ -61,6 +64,8 @@ def test_an_expert_read_alone_is_that_of_the_stack(layout: Layout, tmp_path: Pat
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_experts_do_not_depend_on_what_else_is_drawn(layout: Layout) -> None:
     layer = drawn(layout).weights(1, CPU, on_demand=False)
+    every = parameters(ModelConfig.from_dict(tiny_config()))
+    assert layer.keys() == {name for name in every if name.startswith("layers.1.")}
     assert_same_experts(drawn(layout), layer)
     stack = layer["layers.1.ffn.experts.w1.weight"]
     assert isinstance(stack, QuantTensor)
