@@ -11,7 +11,7 @@ import torch
 from dsv4.checkpoint import Dialect, Weights, describe, load_weights, open_checkpoint
 from dsv4.checkpoint.export import export
 from dsv4.errors import UserError
-from tests.checkpoint.folders import CPU, changed_copy, config_of, matrix, read_tensors
+from tests.checkpoint.folders import CPU, as_bytes, changed_copy, config_of, matrix, read_tensors
 
 CHANGED = "model.safetensors: changed while it was read, expected a file that stays$"
 NAMES = ("layers.0.attn.wq_a.weight", "layers.1.attn.wq_a.weight")
@@ -93,3 +93,11 @@ def test_a_file_that_is_removed_when_it_was_read_does_no_harm(file: Path) -> Non
     config = config_of(checkpoint)
     weights = load_weights(checkpoint, config, device_of=lambda _: CPU, progress=progress)
     assert NAMES[0] in weights
+
+
+def test_weights_that_are_loaded_do_not_change_with_their_file(file: Path) -> None:
+    weights = loaded(file)
+    before = {name: as_bytes(weight) for name, weight in loaded(file).items()}
+    with file.open("r+b") as written:
+        written.write(bytes(file.stat().st_size))
+    assert {name: as_bytes(weight) for name, weight in weights.items()} == before

@@ -47,3 +47,13 @@ def test_float32_weights_that_lose_bits_are_named(
 def test_the_torch_ops_take_any_float32_weight() -> None:
     read = float32_reader(TORCH_PACKING).matrix("ffn.gate.weight")
     assert read.dequantize().dtype == torch.float32
+
+
+def test_progress_is_told_of_all_bytes_as_weights_are_read_and_let_go() -> None:
+    told: list[tuple[int, int]] = []
+    weights = {"a": torch.zeros(3), "b": torch.zeros(5, dtype=torch.bfloat16)}
+    read_once = ReadOnce(weights, lambda done, total: told.append((done, total)))
+    assert len(read_once["b"]) == 5
+    assert (list(read_once), told) == (["a"], [(10, 22)])
+    assert len(read_once["a"]) == 3
+    assert (list(read_once), told) == ([], [(10, 22), (22, 22)])
