@@ -46,6 +46,20 @@ def test_a_new_sequence_knows_all_of_its_rows() -> None:
     assert state.covers(5)
 
 
+def test_no_row_is_of_a_sequence_that_comes_after_another_wherever_it_begins() -> None:
+    state = state_behind(100)
+    state.forget()
+    assert not any(state.covers(position) for position in range(120))
+    state.begin(1, 1)
+    assert not state.covers(2)
+
+
+def test_its_memory_is_that_of_keys_streams_and_positions() -> None:
+    state = state_behind(0)
+    assert state.streams_SME is not None
+    assert state.nbytes == state.stages[0].ring.nbytes + state.streams_SME.nbytes + 2 * 8
+
+
 def test_rows_that_nobody_has_written_are_not_there() -> None:
     assert not state_behind(100).covers(101)
 

@@ -57,6 +57,13 @@ def test_equal_layout_is_bitwise_for_every_tensor(
     assert config(tmp_path / "x") == config(source)
 
 
+def test_declarations_stay_where_no_format_changes(nvfp4_experts: Path, tmp_path: Path) -> None:
+    declared = {**config(nvfp4_experts)["quantization_config"], "producer": {"name": "another"}}
+    source = changed_copy(nvfp4_experts, tmp_path / "a", config={"quantization_config": declared})
+    export(source, tmp_path / "b", "nvfp4-experts", Dialect.NATIVE)
+    assert config(tmp_path / "b") == config(source)
+
+
 def test_hf_names_and_back_is_bitwise_for_every_tensor(
     source: Path, layout: Layout, tmp_path: Path
 ) -> None:
@@ -116,6 +123,7 @@ def test_other_files_come_along_but_nothing_from_outside(bf16: Path, tmp_path: P
     (folder / "encoding/sub").mkdir(parents=True)
     (folder / "encoding/sub/x.py").write_text("x = 1")
     (folder / "notes.bin").write_bytes(b"1")
+    (folder / "old.json").mkdir()
     export(folder, tmp_path / "b", "native", Dialect.NATIVE)
     names = {
         str(file.relative_to(tmp_path / "b"))
