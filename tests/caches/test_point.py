@@ -4,7 +4,7 @@ import torch
 
 from dsv4 import EngineConfig, ModelConfig
 from dsv4.caches.draft import DraftState
-from dsv4.caches.filled import filled_rows
+from dsv4.caches.filled import filled_draft_rows, filled_rows
 from dsv4.caches.point import Point, undoable_tokens
 from dsv4.caches.rows import RowFormat
 from dsv4.caches.state import DecodeState
@@ -122,3 +122,17 @@ def test_rows_that_are_kept_are_those_that_later_tokens_read() -> None:
     }
     stay = [one.name for one in rows if not one.in_ring]
     assert stay == [name for name in found if name.endswith(("compressed.data", "index.data"))]
+
+
+def test_of_a_short_sequence_every_row_is_kept() -> None:
+    """As far as it can be taken back, and beyond the beginning there is nothing."""
+    state = DecodeState.allocate(CONFIG, EngineConfig(kv_dtype="bf16"), 400, (CPU,) * 4)
+    rows = [*filled_rows(state.layers, 5, 5), *filled_draft_rows(draft_from(0), 5, 5)]
+    assert {one.first for one in rows} == {0}
+    assert {one.count for one in rows if one.in_ring} == {5}
+    assert {one.name: one.count for one in rows if not one.in_ring} == {
+        **{
+            f"layers.{layer}.{kind}.data": 1 for layer in (1, 3) for kind in ("compressed", "index")
+        },
+        "layers.2.compressed.data": 0,
+    }

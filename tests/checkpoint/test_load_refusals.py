@@ -75,6 +75,19 @@ def test_hostile_names_are_escaped(native: Path, tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
+def test_one_element_is_no_vector_and_input_scales_go_with_nvfp4_alone(
+    native: Path, tmp_path: Path
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors["norm.weight"] = tensors["norm.weight"][:1].clone()
+        tensors["layers.1.attn.wq_a.input_scale"] = torch.ones(())
+
+    shape = r"1 of wrong shape: norm\.weight \(found \[1\], expected \[128\]\)"
+    name = r"1 unexpected: layers\.1\.attn\.wq_a\.input_scale"
+    with pytest.raises(UserError, match=f": {shape}; {name}$"):
+        load(changed_copy(native, tmp_path / "x", edit))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

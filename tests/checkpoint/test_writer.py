@@ -18,6 +18,8 @@ import torch
 from dsv4.checkpoint.shard import read_header
 from dsv4.checkpoint.writer import (
     OutputTensor,
+    StoredType,
+    lay_out_file,
     new_file,
     new_folder,
     remove_leftovers,
@@ -39,6 +41,15 @@ def test_texts_of_json_are_written_whatever_they_hold(tmp_path: Path) -> None:
     text = (tmp_path / "x").read_text(encoding="utf-8")
     assert json.loads(text) == value
     assert "\U0001f600" in text
+
+
+def test_every_tensor_begins_where_its_elements_are_aligned() -> None:
+    """Readers view the bytes in place."""
+    dtypes = (torch.uint8, torch.bfloat16, torch.int64, torch.float8_e8m0fnu, torch.float32)
+    tensors = {str(number): StoredType(dtype, (3,)) for number, dtype in enumerate(dtypes)}
+    _, offsets = lay_out_file(tensors, {"format": "pt"})
+    assert offsets.keys() == tensors.keys()
+    assert [offsets[name] % tensors[name].dtype.itemsize for name in tensors] == [0] * 5
 
 
 def test_progress_is_told_of_every_piece_across_shards(tmp_path: Path) -> None:
