@@ -45,11 +45,11 @@ def test_texts_of_json_are_written_whatever_they_hold(tmp_path: Path) -> None:
 
 def test_every_tensor_begins_where_its_elements_are_aligned() -> None:
     """Readers view the bytes in place."""
-    dtypes = (torch.uint8, torch.bfloat16, torch.int64, torch.float8_e8m0fnu, torch.float32)
+    dtypes = (torch.uint8, torch.bfloat16, torch.int64, torch.float32)
     tensors = {str(number): StoredType(dtype, (3,)) for number, dtype in enumerate(dtypes)}
     _, offsets = lay_out_file(tensors, {"format": "pt"})
     assert offsets.keys() == tensors.keys()
-    assert [offsets[name] % tensors[name].dtype.itemsize for name in tensors] == [0] * 5
+    assert [offsets[name] % tensors[name].dtype.itemsize for name in tensors] == [0] * 4
 
 
 def test_progress_is_told_of_every_piece_across_shards(tmp_path: Path) -> None:
