@@ -1,13 +1,14 @@
 """What only the values of scales show: exponents taken for numbers, and what is no number."""
 
 import math
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from dsv4.checkpoint.index import Checkpoint
 from dsv4.checkpoint.pieces import Piece
-from dsv4.checkpoint.stored_parameters import StoredParameter
+from dsv4.checkpoint.stored_parameters import Part, StoredParameter
 from dsv4.errors import UserError
 from dsv4.weights.codes import E4M3_MAX, e8m0_to_float
 from dsv4.weights.quant import QuantTensor
@@ -28,7 +29,7 @@ def check_scales(
     exponent.
     """
     if weight.global_scale is not None:
-        names = stored.parts["global_scale"].names[first_expert:]
+        names = cycle(_names(stored.parts["global_scale"], first_expert))
         for name, value in zip(names, weight.global_scale.reshape(-1).tolist(), strict=False):
             if not 0.0 < value < math.inf:
                 raise UserError(
@@ -37,7 +38,7 @@ def check_scales(
     if weight.block_scale is None:
         return
     part = stored.parts["block_scale"]
-    names = part.names if part.fused else part.names[first_expert:]
+    names = _names(part, first_expert)
     groups = weight.block_scale.view(1 if part.fused else math.prod(weight.shape[:-2]), -1)
     for index, is_wrong in enumerate(_has_wrong(groups, weight.global_scale)):
         if not is_wrong:
@@ -47,9 +48,15 @@ def check_scales(
         name = names[index]
         wrong = _first_wrong(scale)
         if wrong is None and weight.global_scale is not None:
-            name = stored.parts["global_scale"].names[first_expert:][index]
-            wrong = _too_large(float(weight.global_scale.reshape(-1)[index]), scale)
+            name = _names(stored.parts["global_scale"], first_expert)[index]
+            totals = weight.global_scale.reshape(len(groups), -1)
+            wrong = _too_large(float(totals[index].max()), scale)
         raise UserError(f"{checkpoint.folder}: {name}: {wrong or 'changed while it was read'}")
+
+
+def _names(part: Part, first_expert: int) -> tuple[str, ...]:
+    """The tensors of the experts from the first one on, or the one of all."""
+    return part.names if part.fused else part.names[first_expert:]
 
 
 def check_converted(weight: QuantTensor) -> None:
