@@ -159,3 +159,11 @@ def test_a_name_as_long_as_a_header_is_read_once() -> None:
     name = "shared_experts.0." * 40_000
     assert detect_dialect([name, "embed.weight"], "test") is Dialect.NATIVE
     assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("dialect", [Dialect.HF, Dialect.HYBRID])
+@pytest.mark.parametrize("inside", ["attn.wq_a.weight", "self_attn.q_a_proj.weight"])
+def test_layers_outside_the_model_have_no_name_but_a_native_one(
+    dialect: Dialect, inside: str
+) -> None:
+    assert to_native(f"layers.0.{inside}", dialect) is None
