@@ -94,6 +94,7 @@ LISTED = {"layers.1.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}}
         ({"quant_algo": "NVFP4", "quantized_layers": LISTED}, "none", DENSE[0]),
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": LISTED}, "none", DENSE[0]),
         ({"quant_method": "fp8", "moe_quant_algo": "NVFP4"}, "fp8", NVFP4),
+        ({"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}, "none", NVFP4),
         (
             {"quant_method": "fp8", "moe_quant_algo": "NVFP4", "quantized_layers": LISTED},
             "fp8",
