@@ -78,8 +78,6 @@ def encode_messages(
 
 
 def _without_echoed_think_tags(message: Message) -> Message:
-    if not message.reasoning:
-        return message
     return replace(
         message, reasoning=message.reasoning.removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE)
     )

@@ -32,11 +32,7 @@ def merge_user_turns(messages: list[Message]) -> list[Message]:
             merged.append(Message("user", blocks=list(message.blocks)))
         else:
             # `tools` and `response_format` have no place in a user turn.
-            merged.append(
-                Message(
-                    "user", blocks=list(message.blocks), task=message.task, wo_eos=message.wo_eos
-                )
-            )
+            merged.append(Message("user", blocks=list(message.blocks), task=message.task))
     return merged
 
 
