@@ -54,6 +54,21 @@ def test_a_possible_beginning_is_held_back_and_then_let_out() -> None:
     assert (text.finish(), text.found) == ("EN", None)
 
 
+def test_what_was_held_back_is_let_out_once() -> None:
+    text = StopStrings(["END."])
+    text.push("EN")
+    assert [text.finish(), text.finish()] == ["EN", ""]
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    assert StopStrings([]).push("text") == "text"
+
+
+def test_stop_strings_may_be_any_iterable() -> None:
+    text = StopStrings(iter(["b"]))
+    assert (text.push("abc"), text.found) == ("a", "b")
+
+
 def test_nothing_comes_behind_a_stop_string() -> None:
     text = StopStrings(["b"])
     assert [text.push("abc"), text.push("abc"), text.finish()] == ["a", "", ""]

@@ -36,6 +36,7 @@ def test_the_text_that_the_cases_below_break_is_accepted() -> None:
         ("</think>", "", "missing </think>"),
         ("r</think>c\n\n<｜DSML｜tool_calls>", "r\n\n<｜DSML｜tool_calls>", "missing </think>"),
         ("r</think>", "<think>r</think>", "unexpected control token <think>"),
+        ("r</think>", f"{EOS}r</think>", "unexpected control token <｜end▁of▁sentence｜>"),
         ("</think>c", "</think>c</think>", "unexpected control token </think>"),
         (
             "</think>c",

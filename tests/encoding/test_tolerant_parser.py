@@ -220,6 +220,19 @@ def test_reasoning_in_chat_mode_is_told_apart() -> None:
     assert completion.repairs == ("reasoning_in_chat_mode",)
     assert texts(parse(f"a<think>b{EOS}", "chat")) == ("", "ab")
     assert parse(f"a<think>b{EOS}", "chat").repairs == ("stray_think_open",)
+    assert texts(parse(f"\n <think>r</think>a{EOS}", "chat")) == ("r", "\n a")
+
+
+@pytest.mark.parametrize(
+    ("before", "reasoning", "content"),
+    [("<think>r</think>", "r", "ab"), (f"\n\n{OPEN}{CALL}{CLOSE}", "", "ab")],
+)
+def test_in_chat_mode_reasoning_only_begins_the_turn(
+    before: str, reasoning: str, content: str
+) -> None:
+    completion = parse(f"{before}<think>a</think>b{EOS}", "chat")
+    assert texts(completion) == (reasoning, content)
+    assert "stray_think_open" in completion.repairs
 
 
 def test_text_after_the_end_is_ignored() -> None:

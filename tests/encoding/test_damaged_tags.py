@@ -1,0 +1,54 @@
+"""Prescribed tags that are not written as prescribed, too long, or come in pieces."""
+
+import pytest
+
+from encoding import StreamingParser
+from encoding.dsml_tags import MAX_TAG_CHARACTERS
+from tests.encoding.completions import CALL, CLOSE, EOS, OPEN, calls, parse, texts
+
+
+def test_attributes_without_quotes_are_read() -> None:
+    completion = parse(f"\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace('"', ""), "chat")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("opening_tag_variant",)
+
+
+def test_a_slash_behind_the_marker_closes() -> None:
+    text = f"\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace("</｜DSML｜", "<｜DSML｜/")
+    completion = parse(text, "chat")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("closing_tag_variant",)
+
+
+@pytest.mark.parametrize(
+    "rest", ["invoke < 5 is b", f'invoke name="{"f" * MAX_TAG_CHARACTERS}">', "invoker b"]
+)
+def test_what_cannot_become_a_tag_is_text_without_its_marker(rest: str) -> None:
+    for end in (EOS, ""):
+        completion = parse(f"a <｜DSML｜{rest}{end}", "chat")
+        assert texts(completion) == ("", f"a {rest}")
+        assert "stray_control_token" in completion.repairs
+
+
+@pytest.mark.parametrize("half", ["<｜DS", "<｜end▁of", "</｜DSML｜to", "｜DSM"])
+def test_half_a_marker_is_left_out_and_told(half: str) -> None:
+    completion = parse(f"a {half}", "chat")
+    assert (texts(completion), completion.cut_off) == (("", "a "), half)
+    assert completion.repairs == ("half_marker", "missing_eos")
+
+
+def test_a_tag_behind_much_text_may_come_in_pieces() -> None:
+    text = "x" * MAX_TAG_CHARACTERS
+    parser = StreamingParser("chat")
+    for piece in (f"{text}\n\n{OPEN[:-4]}", f"{OPEN[-4:]}{CALL}{CLOSE}{EOS}"):
+        parser.feed(piece)
+    parser.finish()
+    assert parser.completion == parse(f"{text}\n\n{OPEN}{CALL}{CLOSE}{EOS}", "chat")
+    assert parser.completion.repairs == ()
+
+
+def test_text_behind_a_block_that_nothing_closes_is_not_held_back() -> None:
+    parser = StreamingParser("chat")
+    parser.feed(f"\n\n{OPEN}{CALL}that")
+    assert parser.completion.message["content"] == "that"
+    assert calls(parser.completion) == [("f", {"a": "x"})]
