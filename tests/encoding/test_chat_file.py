@@ -35,6 +35,17 @@ def test_without_leading_instructions_an_empty_system_message_is_inserted() -> N
     assert encode_messages(messages, "chat").startswith("<｜begin▁of▁sentence｜>\n\n## Tools")
 
 
+@pytest.mark.parametrize("messages", [[], ["hi"]])
+def test_what_is_no_instruction_gets_the_tools_in_front_of_it(messages: list) -> None:
+    system = {"role": "system", "content": "", "tools": TOOLS}
+    assert messages_of_request({"messages": messages, "tools": TOOLS}) == [system, *messages]
+
+
+def test_tools_are_named_as_the_request_has_them() -> None:
+    with pytest.raises(ValueError, match=r'^tools\[0\] has no object "function"'):
+        messages_of_request({"messages": [HI], "tools": [{"name": "f"}]})
+
+
 def test_response_formats_of_a_request() -> None:
     def rendered(response_format: Any) -> str:
         request = {"messages": [HI], "response_format": response_format}

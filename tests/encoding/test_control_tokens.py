@@ -179,3 +179,7 @@ def test_the_opt_out_writes_all_text_as_it_is() -> None:
     prompt = encode_messages(messages, "chat", neutralize_control_tokens=False)
     assert prompt.count(text) == 2
     assert encode_messages(messages, "chat").count(text) == 0
+    asked = {"role": "user", "content": "hi"}
+    echoed = {"role": "assistant", "reasoning_content": "<think>r</think>", "content": "a"}
+    prompt = encode_messages([asked, echoed], "thinking", neutralize_control_tokens=False)
+    assert prompt.endswith("<think><think>r</think></think>a<｜end▁of▁sentence｜>")

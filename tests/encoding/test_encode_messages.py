@@ -58,6 +58,13 @@ def test_tool_results_are_sorted_by_call_and_texts_keep_their_places() -> None:
     assert results == "\n\n".join(expected)
 
 
+def test_a_call_may_have_its_id_in_its_function() -> None:
+    functions = [{"id": one, "name": "f", "arguments": "{}"} for one in "ab"]
+    made = {"role": "assistant", "tool_calls": [{"function": one} for one in functions]}
+    given = [{"role": "tool", "content": one.upper(), "tool_call_id": one} for one in "ba"]
+    assert body([made, *given]) == body([made, *reversed(given)])
+
+
 def test_a_result_of_an_unknown_call_sorts_with_that_of_the_first() -> None:
     made = {"role": "assistant", "content": "", "tool_calls": [call(call_id=one) for one in "ab"]}
     given = [{"role": "tool", "content": one.upper(), "tool_call_id": one} for one in "bax"]
@@ -195,6 +202,12 @@ def test_answers_to_tasks_have_no_thinking_part() -> None:
     assert body(title, "thinking") == expected
     action = [{**HI, "task": "action"}, {"role": "assistant", "content": "Search"}]
     assert body(action, "thinking") == f"{USER}hi{ASSISTANT}<think><｜action｜>Search{EOS}"
+
+
+def test_the_task_of_the_last_message_says_nothing_of_the_first() -> None:
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "r"}
+    task = {"role": "user", "content": "q", "task": "query"}
+    assert body([answer, task], "thinking", drop_thinking=False).startswith(f"r</think>a{EOS}")
 
 
 def test_read_url_task_with_a_url_written_by_the_caller() -> None:

@@ -43,6 +43,10 @@ CYCLE.append(CYCLE)
         ([{"role": "system", "tools": [{"name": "f"}]}], r'tools\[0\] has no object "function"'),
         ([{"role": "system", "tools": [{"function": {}}]}], r"tools\[0\].function.name is None"),
         (
+            [{"role": "system", "tools": [{"function": {"name": ""}}]}],
+            r"tools\[0\].function.name is '', expected a name",
+        ),
+        (
             [{"role": "system", "tools": [{"function": {"name": "f", "x": {1}}}]}],
             "tool 'f' cannot be written as JSON",
         ),
@@ -101,6 +105,9 @@ def test_wrong_options_are_refused() -> None:
         encode_messages([HI], "deep")
     with pytest.raises(ValueError, match=r"context\[0\].role"):
         encode_messages([HI], "chat", context=[{}])
+    effort: Any = []
+    with pytest.raises(ValueError, match=r"reasoning_effort is \[\], expected None or one of"):
+        encode_messages([HI], "chat", reasoning_effort=effort)
 
 
 JSON_VALUES = st.recursive(

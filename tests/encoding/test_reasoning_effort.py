@@ -21,6 +21,7 @@ REASONING_EFFORT_PREFIXES = {
 }
 DEFAULT_REASONING_EFFORT = "low"
 """
+EFFORTS = ("low", "high", "max")
 PREVIEW_ENCODER = 'REASONING_EFFORT_MAX = "..."\nassert reasoning_effort in ["max", None, "high"]\n'
 
 
@@ -81,6 +82,8 @@ def test_efforts_that_a_profile_lacks_are_refused_in_both_modes(profile: str, ef
 def test_unknown_profile_is_refused() -> None:
     with pytest.raises(ValueError, match="profile is 'beta', expected one of preview, official"):
         prompt(None, "beta")
+    with pytest.raises(ValueError, match="profile is 'beta', expected one of preview, official"):
+        fold_reasoning_effort("high", "beta")
 
 
 def test_api_efforts_fold_to_those_of_the_profile() -> None:
@@ -116,7 +119,8 @@ def shipped(folder: Path, encoder: str | None, config: str | None = None) -> Pat
         (PREVIEW_ENCODER, '{"dspark_block_size": 5}', "preview"),
         ('DEFAULT_REASONING_EFFORT = "low"\n', "{}", "preview"),
         (OFFICIAL_ENCODER.replace('= "low"', '= "high"'), "{}", "preview"),
-        (None, '{"dspark_block_size": 5}', "official"),
+        *((OFFICIAL_ENCODER.replace(f'"{key}":', ""), "{}", "preview") for key in EFFORTS),
+        (None, '{"hidden_size": 64, "dspark_block_size": 5}', "official"),
         (None, '{"hidden_size": 64}', "preview"),
         (None, None, "preview"),
     ],
@@ -125,6 +129,13 @@ def test_profile_of_a_checkpoint(
     tmp_path: Path, encoder: str | None, config: str | None, profile: str
 ) -> None:
     assert detect_profile(shipped(tmp_path, encoder, config)) == profile
+
+
+def test_an_encoder_that_is_not_utf8_is_read_nevertheless(tmp_path: Path) -> None:
+    folder = shipped(tmp_path, "")
+    source = b"# \xff\n" + OFFICIAL_ENCODER.encode()
+    (folder / "encoding" / "encoding_dsv4.py").write_bytes(source)
+    assert detect_profile(folder) == "official"
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "[" * 100_000])
