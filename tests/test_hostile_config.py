@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dsv4.checkpoint import tiny_config
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError, shorten
-from dsv4.json_object import parse_json_object, read_json_object
+from dsv4.json_object import MAX_JSON_BYTES, parse_json_object, read_json_object
 from tests.hf_config import hf_config
 
 HOSTILE = st.recursive(
@@ -88,11 +89,21 @@ def test_text_that_is_no_proper_object_is_refused(text: str, tmp_path: Path) -> 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read_json_object(tmp_path / "config.json")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_json_object(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="cannot be read .found something else than a regular"):
+            read_json_object(path)
     (tmp_path / "config.json").write_bytes(b"\xff")
     with pytest.raises(UserError, match="cannot be read"):
         read_json_object(tmp_path / "config.json")
+
+
+def test_a_file_beyond_the_largest_size_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with file.open("wb") as opened:
+        opened.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(UserError, match=f"found {MAX_JSON_BYTES + 1} bytes, expected at most"):
+        read_json_object(file)
 
 
 def test_a_number_that_is_not_finite_is_named() -> None:
