@@ -70,16 +70,17 @@ def test_several_end_of_sequence_tokens() -> None:
     assert ModelConfig.from_dict(tiny_config(eos_token_id=[0, 7])).eos_token_ids == (0, 7)
 
 
-def test_spec11_a3_a_scaled_yarn_is_refused() -> None:
-    scaling = {**tiny_config()["rope_scaling"], "mscale": 1.277}
-    with pytest.raises(UserError, match=r"rope_scaling: mscale: found 1.277, expected 1.0"):
+@pytest.mark.parametrize("key", ["mscale", "mscale_all_dim", "attention_factor"])
+def test_spec11_a3_a_scaled_yarn_is_refused(key: str) -> None:
+    scaling = {**tiny_config()["rope_scaling"], key: 1.277}
+    with pytest.raises(UserError, match=rf"rope_scaling: {key}: found 1.277, expected 1.0"):
         ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
     scaling = {**tiny_config()["rope_scaling"], "truncate": False}
     with pytest.raises(UserError, match=r"rope_scaling: truncate: found False, expected true"):
         ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
     raw = hf_config()
-    raw["rope_parameters"]["compress"]["attention_factor"] = 1.277
-    with pytest.raises(UserError, match="attention_factor: found 1.277"):
+    raw["rope_parameters"]["compress"][key] = 1.277
+    with pytest.raises(UserError, match=f"{key}: found 1.277"):
         ModelConfig.from_dict(raw)
 
 
@@ -124,14 +125,20 @@ def test_other_models_are_refused_by_name(model_type: object) -> None:
         ("scoring_func", "sigmoid", "expected 'sqrtsoftplus'"),
         ("num_key_value_heads", 8, "expected 1"),
         ("n_shared_experts", 2, "expected 1"),
-        ("tie_word_embeddings", True, "expected False"),
+        *((key, True, "expected False") for key in ("tie_word_embeddings", "attention_bias")),
+        ("mlp_bias", True, "mlp_bias: found True, expected False"),
+        ("topk_method", "greedy", "expected 'noaux_tc'"),
+        ("norm_topk_prob", False, "expected True"),
+        ("hidden_act", "gelu", "expected 'silu'"),
         ("num_hidden_layers", 0, "an integer from 1"),
         ("num_hidden_layers", True, "an integer from 1"),
         ("hidden_size", "128", "an integer from 1"),
         ("rms_norm_eps", float("nan"), "a number above 0"),
         ("rms_norm_eps", 0, "a number above 0"),
+        ("rms_norm_eps", True, "a number above 0"),
         ("o_groups", 3, "a divisor of num_attention_heads 4"),
         ("qk_rope_head_dim", 63, "an even number"),
+        ("index_head_dim", 32, "an even number from 2 to index_head_dim 32"),
         ("index_head_dim", 96, "a power of two"),
         ("num_experts_per_tok", 9, "at most 8 experts"),
         ("compress_ratios", [0, 4, 128], "one entry for each of the 4 layers"),

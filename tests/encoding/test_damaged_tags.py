@@ -30,6 +30,29 @@ def test_what_cannot_become_a_tag_is_text_without_its_marker(rest: str) -> None:
         assert "stray_control_token" in completion.repairs
 
 
+@pytest.mark.parametrize("stray", ["</｜DSML｜invoke>\n", "</｜DSML｜parameter>\n", OPEN])
+def test_a_stray_tag_between_calls_does_not_end_the_block(stray: str) -> None:
+    completion = parse(f"\n\n{OPEN}{CALL}{stray}{CALL}{CLOSE}{EOS}", "chat")
+    assert calls(completion) == [("f", {"a": "x"})] * 2
+    assert completion.repairs == ("stray_dsml_tag",)
+
+
+@pytest.mark.parametrize(("half", "repairs"), [("", ()), (CLOSE[:-1], ("half_marker",))])
+def test_a_block_that_is_cut_off_between_calls_keeps_them(
+    half: str, repairs: tuple[str, ...]
+) -> None:
+    completion = parse(f"\n\n{OPEN}{CALL}{half}", "chat")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == (*repairs, "unclosed_tool_block", "missing_eos")
+
+
+def test_a_value_that_nothing_ends_keeps_the_tags_that_it_quotes() -> None:
+    value = 'see <invoke name="x"> there'
+    begun = CALL[: CALL.index("x</")]
+    completion = parse(f"\n\n{OPEN}{begun}{value}{EOS}", "chat")
+    assert calls(completion) == [("f", {"a": value})]
+
+
 @pytest.mark.parametrize("half", ["<｜DS", "<｜end▁of", "</｜DSML｜to", "｜DSM"])
 def test_half_a_marker_is_left_out_and_told(half: str) -> None:
     completion = parse(f"a {half}", "chat")

@@ -212,6 +212,8 @@ def test_stray_think_tags() -> None:
     assert texts(parse(f"r</think>a</think>b{EOS}")) == ("r", "ab")
     assert parse(f"<think>r</think>a{EOS}").repairs == ("stray_think_open",)
     assert texts(parse(f"<think>r</think>a{EOS}")) == ("r", "a")
+    begun = parse(f"a<｜begin▁of▁sentence｜>b{EOS}", "chat")
+    assert (texts(begun), begun.repairs) == (("", "ab"), ("stray_control_token",))
 
 
 def test_reasoning_in_chat_mode_is_told_apart() -> None:
