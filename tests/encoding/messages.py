@@ -5,6 +5,6 @@ from typing import Any
 HI = {"role": "user", "content": "hi"}
 
 
-def call(name: str = "f", arguments: Any = "{}", call_id: str | None = None) -> dict:
+def call(name: Any = "f", arguments: Any = "{}", call_id: str | None = None) -> dict:
     result: dict = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return result if call_id is None else {"id": call_id, **result}

@@ -65,6 +65,13 @@ def test_a_call_may_have_its_id_in_its_function() -> None:
     assert body([made, *given]) == body([made, *reversed(given)])
 
 
+def test_results_among_the_blocks_of_a_user_are_sorted_too() -> None:
+    made = {"role": "assistant", "tool_calls": [call(call_id=one) for one in "ab"]}
+    blocks = [{"type": "tool_result", "tool_use_id": one, "content": one.upper()} for one in "ba"]
+    results = body([made, {"role": "user", "content_blocks": blocks}]).split(USER)[1]
+    assert results.startswith("<tool_result>A</tool_result>\n\n<tool_result>B</tool_result>")
+
+
 def test_a_result_of_an_unknown_call_sorts_with_that_of_the_first() -> None:
     made = {"role": "assistant", "content": "", "tool_calls": [call(call_id=one) for one in "ab"]}
     given = [{"role": "tool", "content": one.upper(), "tool_call_id": one} for one in "bax"]

@@ -56,6 +56,8 @@ CYCLE.append(CYCLE)
         ),
         ([{"role": "assistant", "tool_calls": {}}], "tool_calls is dict"),
         ([{"role": "assistant", "tool_calls": ["f"]}], r'tool_calls\[0\] has no object "function"'),
+        ([{"role": "assistant", "tool_calls": [{"function": 5}]}], 'has no object "function"'),
+        ([{"role": "assistant", "tool_calls": [call(name=["f"])]}], "function.name is .'f'., exp"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
             "function.name is None",
