@@ -167,6 +167,20 @@ def test_what_does_not_end_is_refused(
         ('[{"role": "user", "content": "x", "\\udfff": 1}]', "a key of messages[0]: found a lone"),
         ('{"messages": [], "tools": [3]}', ": tools[0] has no object"),
         ('{"messages": [], "tool": []}', "found a field 'tool', expected only messages, tools, "),
+        ('["hi"]', "messages[0] is str, expected an object with a role"),
+        ('[{"role": "user", "content": 5}]', "messages[0].content is int"),
+        ('[{"role": "user", "content": ["a"]}]', "messages[0].content[0] is not an object"),
+        ('[{"role": "user", "content_blocks": 5}]', "messages[0].content_blocks is int"),
+        ('[{"role": "user", "content_blocks": [5]}]', "content_blocks[0] is not an object"),
+        ('[{"role": "system", "tools": {"a": 1}}]', "messages[0].tools is dict"),
+        ('[{"role": "system", "tools": [5]}]', 'messages[0].tools[0] has no object "function"'),
+        ('[{"role": "assistant", "tool_calls": 5}]', "messages[0].tool_calls is int"),
+        ('[{"role": "assistant", "tool_calls": ["f"]}]', "tool_calls[0] has no object "),
+        (
+            '[{"role": "assistant", "tool_calls": [{"function": {"name": ["\\""], '
+            '"arguments": "{"}}]}]',
+            "messages[0].tool_calls[0].function.name is ",
+        ),
         (
             '[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]',
             "messages[0].content[1]: found 'image_url', expected a part of type text",
