@@ -146,6 +146,8 @@ def test_a_state_folder_that_nobody_can_write_is_refused(
     ("generation", "message"),
     [
         ('{"temperature": -1}', "temperature: found -1, expected a finite number, 0 or more"),
+        ('{"top_p": 2}', "top_p: found 2, expected "),
+        ('{"min_p": 2}', "min_p: found 2, expected "),
         ('{"top_k": -1}', "top_k: found -1, expected an integer, 0 or more"),
         ('{"do_sample": "false"}', "do_sample: found 'false', expected true or false"),
         ('{"eos_token_id": true}', "eos_token_id: found True, expected token ids below"),
