@@ -1,5 +1,7 @@
 """Which flags make the answer to a line of ``--prompts`` another one."""
 
+from pathlib import Path
+
 import pytest
 
 from dsv4.cli.arguments import parse_arguments
@@ -41,7 +43,43 @@ def test_the_context_does_not_count_for_other_answers(text: bytes, flags: tuple[
     assert line_of(text, *flags, "--max-context", roomy.tokens).request == roomy.request
 
 
-def test_a_prompt_that_no_context_holds_has_no_tokens() -> None:
-    text = b'{"prompt": "a b c d e f g h i j", "max_tokens": 9}'
-    assert line_of(text, "--max-context", 4).tokens == 0
-    assert line_of(text).tokens > 9
+def test_everything_that_decides_about_an_answer_counts(tmp_path: Path) -> None:
+    text = b'{"prompt": "a", "seed": 1, "temperature": 1, "max_tokens": 9}'
+    other_lines = [
+        text.replace(b'"a"', b'"b"'),
+        text.replace(b"9", b"8"),
+        *(text.replace(b'"prompt": "a"', messages_of(content)) for content in (b"a", b"b")),
+    ]
+    other_flags = [
+        ("--kv-dtype", "bf16"),
+        ("--compute-dtype", "float32"),
+        ("--draft", "off"),
+        ("--model", tmp_path),
+    ]
+    lines = [text, *other_lines]
+    found = [line_of(one) for one in lines] + [line_of(text, *flags) for flags in other_flags]
+    assert len({line.request for line in found}) == len(lines) + len(other_flags)
+
+
+def messages_of(content: bytes) -> bytes:
+    return b'"messages": [{"role": "user", "content": "%s"}]' % content
+
+
+def test_a_model_has_one_name_wherever_it_is_linked_to(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(CHECKPOINT)
+    text = b'{"prompt": "a"}'
+    assert line_of(text, "--model", link).request == line_of(text).request
+
+
+@pytest.mark.parametrize("words", [b"a b c d", b"word " * 100])
+def test_a_line_has_the_tokens_of_prompt_and_answer_or_none_where_no_context_holds_it(
+    words: bytes,
+) -> None:
+    text = b'{"prompt": "%s", "max_tokens": 9}' % words
+    whole = line_of(text).tokens
+    prompt = whole - 9
+    assert line_of(text, "--max-context", prompt).tokens == whole
+    assert line_of(text, "--max-context", prompt - 1).tokens == 0
+    assert line_of(text, "--max-context", 1).tokens == 0
+    assert line_of(text.replace(b"9", b"10")).tokens == whole + 1
