@@ -75,3 +75,12 @@ def test_text_behind_a_block_that_nothing_closes_is_not_held_back() -> None:
     parser.feed(f"\n\n{OPEN}{CALL}that")
     assert parser.completion.message["content"] == "that"
     assert calls(parser.completion) == [("f", {"a": "x"})]
+
+
+def test_calls_stay_text_where_none_are_read() -> None:
+    said = f"a\n\n{OPEN}{CALL}{CLOSE} b"
+    parser = StreamingParser("chat", reads_calls=False)
+    parser.feed(f"{said}{EOS}")
+    parser.finish()
+    assert (texts(parser.completion), calls(parser.completion)) == (("", said), [])
+    assert parser.completion.repairs == ()
