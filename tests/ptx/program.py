@@ -1,6 +1,7 @@
 """A function's instructions with their handlers, made once and executed by every warp."""
 
 import functools
+import gc
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,5 +183,12 @@ def _registers(instruction: Instruction) -> tuple[frozenset[Register], frozenset
 
 @functools.cache
 def load(ptx: str) -> dict[str, Program]:
-    """The programs of a module by the names of their entry functions."""
-    return {name: Program(function) for name, function in parse(ptx).items()}
+    """The programs of a module by the names of their entry functions.
+
+    They stay while the process runs, so that no later look for garbage goes through their millions
+    of objects.
+    """
+    gc.collect()
+    programs = {name: Program(function) for name, function in parse(ptx).items()}
+    gc.freeze()
+    return programs
