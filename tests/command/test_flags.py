@@ -3,10 +3,11 @@
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from dsv4.command.flags import OneLineParser, given_flags, integer, number
+from dsv4.command.flags import OneLineParser, given_flags, integer, number, path
 from dsv4.errors import UserError
 
 
@@ -38,6 +39,27 @@ def test_other_spellings_of_numbers_are_refused(text: str) -> None:
     if text == "1e999":
         with pytest.raises(argparse.ArgumentTypeError):
             number(0, math.inf)(text)
+
+
+def test_of_a_range_both_ends_are_taken_and_nothing_beyond() -> None:
+    assert [integer(1, 3)(text) for text in "123"] == [1, 2, 3]
+    for text in ("0", "4"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"an integer from 1 to 3$"):
+            integer(1, 3)(text)
+    assert [number(0, 1)(text) for text in ("0", "1")] == [0, 1]
+
+
+def test_an_end_that_is_not_included_is_refused() -> None:
+    above_zero = number(0, math.inf, low_included=False)
+    assert above_zero("1e-9") == 1e-9
+    with pytest.raises(argparse.ArgumentTypeError, match=r"found '0', expected a number above 0$"):
+        above_zero("0")
+
+
+def test_an_empty_path_is_none() -> None:
+    assert path("a") == Path("a")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^found '', expected a path$"):
+        path("")
 
 
 @pytest.fixture

@@ -225,6 +225,26 @@ def test_a_file_that_is_made_anew_is_no_standard_stream(
 
 
 @pytest.mark.parametrize("check", [check_regular_output, check_replaced_output])
+def test_what_can_be_nothing_but_a_regular_file_is_no_stream_and_no_pipe(
+    tmp_path: Path, check: Callable[[str, Path], None]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("-"), tmp_path / "pipe"):
+        with pytest.raises(UserError, match=f"^--trace: {path}: found no regular file, expected"):
+            check("--trace", path)
+
+
+def test_a_block_device_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stat, "S_ISBLK", stat.S_ISREG)  # Not everybody may make one.
+    path = tmp_path / "disk"
+    path.write_text("old")
+    for work in (check_output, lambda flag, file: write_output(flag, file, "text")):
+        with pytest.raises(UserError, match=f"^--json: {path}: found a block device or a socket"):
+            work("--json", path)
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("check", [check_regular_output, check_replaced_output])
 def test_a_name_that_is_too_long_is_named_with_its_flag(
     tmp_path: Path, check: Callable[[str, Path], None]
 ) -> None:

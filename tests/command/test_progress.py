@@ -121,4 +121,5 @@ def test_writes_nothing_without_a_terminal_or_work(enabled: bool, total: int) ->
     out = io.StringIO()
     with ProgressBar("load", GIGABYTES, out, enabled) as bar:
         bar(0, total)
+        bar(total, total)
     assert out.getvalue() == ""
