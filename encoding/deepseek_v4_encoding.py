@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from .control_tokens import BOS, THINK_CLOSE, THINK_OPEN
 from .messages import Message, check_thinking_mode, parse_messages
-from .preprocess import drop_old_reasoning, merge_user_turns, sort_tool_results
+from .preprocess import drop_old_developers, merge_user_turns, sort_tool_results
 from .reasoning_effort import effort_prefix
 from .render import Piece, join_pieces, render_messages
 from .strict_parser import parse_message_from_completion_text
@@ -63,7 +63,7 @@ def encode_messages(
     drop_thinking = drop_thinking and not any(message.tools for message in conversation)
     kept: list[Message | None] = [*conversation]
     if thinking and drop_thinking:
-        kept = drop_old_reasoning(conversation)
+        kept = drop_old_developers(conversation)
     context_count = sum(message is not None for message in kept[: len(earlier)])
     remaining = [message for message in kept if message is not None]
     rendered = list(render_messages(remaining, thinking, drop_thinking))

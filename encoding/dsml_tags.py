@@ -131,7 +131,7 @@ def opens_block(text: str, start: int, names: Collection[str] | None) -> bool | 
     for name in ("tool_calls", "invoke"):
         tag = read_tag(text, start)
         if tag is None:
-            return None if start == len(text) or may_become_tag(text, start) else False
+            return None if may_become_tag(text, start) else False
         if tag.name != name or tag.closing:
             return False
         called = tag.attribute("name")

@@ -1,12 +1,12 @@
 """Preprocessing of a conversation before it is rendered (model.md#messages): merge, sort, drop
-reasoning.
+developer messages.
 """
 
 from dataclasses import replace
 
 from .messages import Message, ToolResult
 
-_ROLES_ALWAYS_KEPT = ("user", "system", "tool", "latest_reminder", "direct_search_results")
+_ROLES_ALWAYS_KEPT = ("user", "assistant", "system", "latest_reminder", "direct_search_results")
 
 
 def merge_user_turns(messages: list[Message]) -> list[Message]:
@@ -69,17 +69,12 @@ def last_user_index(messages: list[Message]) -> int:
     )
 
 
-def drop_old_reasoning(messages: list[Message]) -> list[Message | None]:
-    """Before the last user message: assistants lose their reasoning, developer and unknown messages
-    become None.
+def drop_old_developers(messages: list[Message]) -> list[Message | None]:
+    """Before the last user message: developer and unknown messages become None. The reasoning of
+    assistants there is left out when they are rendered.
     """
     last_user = last_user_index(messages)
-    result: list[Message | None] = []
-    for index, message in enumerate(messages):
-        if index >= last_user or message.role in _ROLES_ALWAYS_KEPT:
-            result.append(message)
-        elif message.role == "assistant":
-            result.append(replace(message, reasoning=""))
-        else:
-            result.append(None)
-    return result
+    return [
+        message if index >= last_user or message.role in _ROLES_ALWAYS_KEPT else None
+        for index, message in enumerate(messages)
+    ]
