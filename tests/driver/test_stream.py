@@ -108,6 +108,21 @@ def test_whole_calls_before_one_that_was_cut_off_are_shown_as_calls() -> None:
     assert "unfinished_tool_call" in answer.repairs
 
 
+def test_a_call_that_the_model_itself_left_open_is_shown_as_a_call() -> None:
+    text = CALL[: CALL.index("\n</｜DSML｜invoke>")].replace("get_weather", "météo")
+    found = shown(io.StringIO(), "chat", text)
+    assert found == '{"name": "météo", "arguments": {"city": "Malmö"}}\n'
+    [call] = parse_answer(text, True, "chat", None).message["tool_calls"]
+    assert call["function"] == {"name": "météo", "arguments": '{"city": "Malmö"}'}
+    assert shown(io.StringIO(), "chat", text, stopped=False) == f"{text.strip()}\n"
+
+
+def test_a_call_behind_the_thinking_is_no_part_of_it() -> None:
+    think, thought, end, call = shown(io.StringIO(), "thinking", f"Hm.</think>{CALL}").splitlines()
+    assert (think, thought, end) == ("<think>", "Hm.", "</think>")
+    assert json.loads(call)["name"] == "get_weather"
+
+
 def test_a_call_under_way_is_shown_on_the_status_line() -> None:
     out = io.StringIO()
     terminal = Terminal()
@@ -161,6 +176,17 @@ def test_plain_text_keeps_control_tokens_and_ends_its_line() -> None:
     printer.finish(True)
     assert isinstance(printer, PlainPrinter)
     assert out.getvalue() == "a</think>b\n"
+    assert isinstance(make_printer(out, "chat", None, QUIET), ChatPrinter)
+
+
+def test_plain_text_is_there_at_once_and_its_line_ends_once() -> None:
+    written = io.BytesIO()
+    printer = PlainPrinter(io.TextIOWrapper(written, "utf-8"))
+    printer.feed("a\n")
+    assert written.getvalue() == b"a\n"
+    printer.feed("")
+    printer.finish(True)
+    assert written.getvalue() == b"a\n"
 
 
 def test_message_of_a_completion() -> None:

@@ -7,8 +7,9 @@ from encoding.dsml_tags import MAX_TAG_CHARACTERS
 from tests.encoding.completions import CALL, CLOSE, EOS, OPEN, calls, parse, texts
 
 
-def test_attributes_without_quotes_are_read() -> None:
-    completion = parse(f"\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace('"', ""), "chat")
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_attributes_without_quotes_or_with_single_ones_are_read(quote: str) -> None:
+    completion = parse(f"\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace('"', quote), "chat")
     assert calls(completion) == [("f", {"a": "x"})]
     assert completion.repairs == ("opening_tag_variant",)
 

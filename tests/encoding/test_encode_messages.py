@@ -39,6 +39,12 @@ def test_a_user_message_does_not_join_a_turn_with_a_task_but_a_tool_result_does(
     )
 
 
+def test_a_tool_result_brings_no_task_into_its_turn() -> None:
+    made = {"role": "assistant", "tool_calls": [call()]}
+    result = {"role": "tool", "content": "R"}
+    assert body([made, {**result, "task": "query"}]) == body([made, result])
+
+
 def test_tool_results_are_sorted_by_call_and_texts_keep_their_places() -> None:
     messages = [
         {

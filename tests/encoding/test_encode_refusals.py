@@ -32,6 +32,7 @@ CYCLE.append(CYCLE)
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is not an object"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"content\[0\].text is int"),
         ([{"role": "user", "content_blocks": "x"}], "content_blocks is str"),
+        ([{"role": "user", "content_blocks": ["x"]}], r"content_blocks\[0\] is not an object"),
         (
             [{"role": "user", "content_blocks": [{"text": "x"}]}],
             r"content_blocks\[0\] is not an object",
@@ -58,6 +59,7 @@ CYCLE.append(CYCLE)
         ([{"role": "assistant", "tool_calls": ["f"]}], r'tool_calls\[0\] has no object "function"'),
         ([{"role": "assistant", "tool_calls": [{"function": 5}]}], 'has no object "function"'),
         ([{"role": "assistant", "tool_calls": [call(name=["f"])]}], "function.name is .'f'., exp"),
+        ([{"role": "assistant", "tool_calls": [call(name="")]}], "function.name is '', expected a"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
             "function.name is None",

@@ -75,6 +75,7 @@ def test_a_damaged_block_is_read_where_a_line_begins(before: str) -> None:
         f"like {DAMAGED}",
         DAMAGED.replace(' name="f"', ""),
         DAMAGED.replace("<|DSML|tool_calls>", ""),
+        DAMAGED.replace("<|DSML|tool_calls>", "</|DSML|tool_calls>"),
         "<|DSML|tool_calls>\nis the tag",
     ],
 )
@@ -88,6 +89,11 @@ def test_damaged_tags_call_only_tools_that_there_are() -> None:
         completion = parse(f"{DAMAGED}{EOS}", "chat", tools)
         assert (texts(completion), calls(completion)) == (("", DAMAGED), [])
     assert calls(parse(f"{DAMAGED}{EOS}", "chat", [{"function": {"name": "f"}}]))
+
+
+def test_half_a_damaged_opening_is_text_where_there_is_no_tool() -> None:
+    for half in ("<tool_calls>", DAMAGED[: DAMAGED.index("f")]):
+        assert texts(parse(f"c\n\n{half}", "chat", [])) == ("", f"c\n\n{half}")
 
 
 def test_half_a_damaged_opening_is_left_out() -> None:

@@ -80,6 +80,22 @@ def test_a_call_that_the_model_itself_left_open_counts() -> None:
     assert completion.complete
 
 
+@pytest.mark.parametrize(
+    ("left_open", "repairs"),
+    [
+        ("</｜DSML｜invoke>", ("unclosed_tool_call",)),
+        ("</｜DSML｜parameter>", ("unclosed_parameter", "unclosed_tool_call")),
+    ],
+)
+def test_a_call_that_the_next_one_ends_counts_and_so_does_the_next_one(
+    left_open: str, repairs: tuple[str, ...]
+) -> None:
+    begun = CALL[: CALL.index(left_open)]
+    completion = parse(f"\n\n{OPEN}{begun}{CALL}{CLOSE}{EOS}", "chat")
+    assert calls(completion) == [("f", {"a": "x"})] * 2
+    assert completion.repairs == repairs
+
+
 @pytest.mark.parametrize("begun", ['<｜DSML｜invoke name="', "<｜DSML｜parameter name='"])
 def test_an_attribute_that_is_left_open_reaches_no_further_than_the_end(begun: str) -> None:
     """The model's end is not in it, and what it says behind such a tag is not lost."""
