@@ -28,6 +28,19 @@ def test_the_text_that_the_cases_below_break_is_accepted() -> None:
     }
 
 
+@pytest.mark.parametrize(("mode", "begin"), [("chat", ""), ("thinking", "</think>")])
+def test_a_completion_may_say_nothing(mode: str, begin: str) -> None:
+    said = {"content": "", "reasoning_content": "", "tool_calls": []}
+    assert parse_message_from_completion_text(begin + EOS, mode) == {"role": "assistant", **said}
+
+
+def test_names_and_values_stand_as_the_model_wrote_them() -> None:
+    text = GOOD.replace('"a"', '"ä"').replace(">x<", ">Malmö 🦆<").replace("[1]", "[ 1.0]")
+    message = parse_message_from_completion_text(text, "thinking")
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == '{"ä": "Malmö 🦆", "b": [ 1.0]}'
+
+
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
