@@ -8,6 +8,7 @@ import pytest
 from dsv4 import SamplingParams
 from dsv4.demo import CHECKPOINT
 from dsv4.encoding import Tokenizer
+from dsv4.logprobs import TokenLogprobs
 from dsv4.serve.answering import Ended, PromptRead, Question, TokenSaid
 from dsv4.serve.asked_chat import ChatAsked
 from dsv4.serve.chat import ChatAnswer
@@ -95,7 +96,79 @@ def test_a_call_that_the_model_ends_early_is_one() -> None:
     assert (started(deltas), choice["finish_reason"]) == ([0], "tool_calls")
 
 
+def test_what_was_held_back_is_said_before_the_end_of_the_model() -> None:
+    question = Question([1, 2], 9, SamplingParams(), (), frozenset())
+    opening = f'{OPEN}<{DSML}invoke name="weather">\n'
+    asked = ChatAsked(question, "chat", None, opening, False, False)
+    made = ChatAnswer(asked, "m", Tokenizer(CHECKPOINT))
+    deltas = [chunk["choices"][0]["delta"] for chunk in made.feed(0, PromptRead(1))]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert started(deltas) == [0]
+    rest = call("Rome").partition("\n")[2] + CLOSE
+    made.feed(0, Ended(rest, "eos"))
+    choice = made.response()["choices"][0]
+    [function] = [one["function"] for one in choice["message"]["tool_calls"]]
+    assert function == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert (choice["logprobs"], "reasoning_content" in choice["message"]) == (None, False)
+
+
 def test_a_stop_string_leaves_what_was_held_back_as_text() -> None:
     choice, deltas = answer(["a", "b\n\n", "<"], "stop")
     assert (choice["message"]["content"], choice["finish_reason"]) == ("ab\n\n<", "stop")
     assert "".join(delta.get("content", "") for delta in deltas) == "ab\n\n<"
+
+
+def test_an_answer_and_its_chunks_have_the_fields_of_the_api() -> None:
+    """Those too that a client may read and the one of the other tests does not."""
+    tokenizer = Tokenizer(CHECKPOINT)
+    [token] = tokenizer.encode("1")
+    entry = {"token": "1", "bytes": [49], "logprob": -0.5}
+    noted = {"content": [{**entry, "top_logprobs": [entry]}], "refusal": None}
+    question = Question([1, 2, 3], 9, SamplingParams(logprobs=1), (), frozenset())
+    made = ChatAnswer(ChatAsked(question, "thinking", [], "", False, False), "m", tokenizer)
+    said = TokenSaid(token, "1", TokenLogprobs(token, -0.5, ((token, -0.5),)))
+    chunks = made.feed(0, PromptRead(2)) + made.feed(0, said)
+    chunks += made.feed(0, Ended("</think>2", "stop"))
+    assert [chunk["choices"] for chunk in chunks] == [
+        [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+        for delta, logprobs, reason in (
+            ({"role": "assistant", "content": ""}, None, None),
+            ({"reasoning_content": "1"}, noted, None),
+            ({"content": "2"}, None, None),
+            ({}, None, "stop"),
+        )
+    ]
+    head = {name: chunks[0][name] for name in ("id", "created", "model")}
+    assert head["model"] == "m"
+    assert {type(head["id"]), type(head["created"])} == {str, int}
+    for chunk in chunks:
+        given = {**head, "object": "chat.completion.chunk", "choices": chunk["choices"]}
+        assert chunk == given
+    usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 1,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    last = {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+    assert made.usage_chunk() == last
+    message = {"role": "assistant", "content": "2", "refusal": None, "reasoning_content": "1"}
+    choice = {"index": 0, "message": message, "logprobs": noted, "finish_reason": "stop"}
+    whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+    assert made.response() == whole
+
+
+def test_the_chunks_of_a_call_have_the_fields_of_the_api() -> None:
+    choice, deltas = answer([f"{OPEN}{call('Rome')}\n{call('Oslo')}{CLOSE}"], "eos")
+    told = [one for delta in deltas for one in delta.get("tool_calls", ())]
+    assert [sorted(one) for one in told if "id" in one] == [["function", "id", "index", "type"]] * 2
+    assert {one["type"] for one in told if "id" in one} == {"function"}
+    spoken = [("weather", '{"city": "Rome"}'), ("weather", '{"city": "Oslo"}')]
+    for index, (name, arguments) in enumerate(spoken):
+        functions = [one["function"] for one in told if one["index"] == index]
+        assert functions[0] == {"name": name, "arguments": ""}
+        assert "".join(one["arguments"] for one in functions) == arguments
+    calls = choice["message"]["tool_calls"]
+    assert len({one["id"] for one in (*calls, *told) if "id" in one}) == 4
+    assert [one["type"] for one in calls] == ["function", "function"]
+    assert choice["message"]["content"] is None
