@@ -69,6 +69,15 @@ def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
     assert (entry["token"], bytes(entry["bytes"])) == ("\ufffd", TOKENIZER.token_bytes(PART))
 
 
+def test_a_token_that_the_tokenizer_lacks_has_no_bytes_in_a_chat() -> None:
+    found = TokenLogprobs(NO_TEXT, -1.0, ((NO_TEXT + 1, -0.5),))
+    first, other = (
+        {"token": f"token_id:{token_id}", "bytes": [], "logprob": logprob}
+        for token_id, logprob in ((NO_TEXT, -1.0), (NO_TEXT + 1, -0.5))
+    )
+    assert chat_logprob(TOKENIZER, found) == {**first, "top_logprobs": [other]}
+
+
 def test_half_a_character_at_the_limit_may_be_the_stop_string() -> None:
     ids = TOKENIZER.encode("a🜨")[:-1]
     sequences: Any = SimpleNamespace(resume=lambda *_: None)
