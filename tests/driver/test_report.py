@@ -16,6 +16,27 @@ def test_rates_follow_from_tokens_and_seconds() -> None:
     )
 
 
+def test_a_report_has_the_measured_numbers_and_their_rates() -> None:
+    stats = RunStats(100, 2.0, 40, 0.5, "stop", reused_tokens=7)
+    measured = timing(None, stats)
+    assert measured == {
+        "load_seconds": None,
+        "reused_tokens": 7,
+        "prefill_tokens": 100,
+        "prefill_seconds": 2.0,
+        "prefill_tokens_per_second": 50.0,
+        "decode_tokens": 40,
+        "decode_seconds": 0.5,
+        "decode_ms_per_token": 12.5,
+        "decode_tokens_per_second": 80.0,
+        "drafts": None,
+    }
+    assert summary_line(measured, "split", "stop") == (
+        "prefill 100 tokens 50.0 tok/s behind 7 reused · "
+        "decode 40 tokens 12.5 ms/token 80.0 tok/s (cuda graph split) · stop"
+    )
+
+
 @pytest.mark.parametrize("stats", [None, RunStats(0, 0.0, 0, 0.0, "length")])
 def test_what_was_not_measured_has_no_rate(stats: RunStats | None) -> None:
     measured = timing(0.0, stats)
