@@ -47,7 +47,9 @@ class Conversation:
         try:
             encode_messages(self.messages, "chat")
         except ValueError as error:
-            raise UserError(f"{asked_by}: {self.saved.path}: notes.{error}") from None
+            # The encoder names the place of most faults by itself.
+            place = "notes." if str(error).startswith("messages") else "notes.messages: "
+            raise UserError(f"{asked_by}: {self.saved.path}: {place}{error}") from None
         return self.messages
 
 
