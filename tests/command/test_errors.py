@@ -1,9 +1,12 @@
 """Errors of a device as one line."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from dsv4.command.errors import MAX_MESSAGE, device_message, user_message
+from dsv4.command.errors import MAX_MESSAGE, device_error_types, device_message, user_message
 
 
 def test_what_a_device_said_first_is_told() -> None:
@@ -43,3 +46,21 @@ def test_a_long_message_of_a_device_is_cut() -> None:
 
 def test_an_error_of_the_system_without_a_reason_is_its_text() -> None:
     assert user_message(OSError("the file\nis cut off")) == "the file is cut off"
+
+
+def test_errors_of_cuda_core_are_those_of_a_device_once_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "cuda.core._utils.cuda_utils"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert device_error_types() == (RuntimeError, MemoryError)
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(CUDAError=LookupError))  # type: ignore[arg-type]
+    assert device_error_types() == (RuntimeError, MemoryError, LookupError)
+
+
+def test_an_error_of_a_device_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch aborts the process while it cleans up."""
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    error = RuntimeError("CUDA error: x")
+    device_message(error)
+    assert sys.last_value is error

@@ -34,13 +34,20 @@ def test_a_call_without_a_name_tells_nothing_of_its_arguments() -> None:
     assert {event.index for event in events if isinstance(event, ToolCallArguments)} == {0}
 
 
-def test_a_prescribed_value_behind_a_damaged_one_may_quote_damaged_tags() -> None:
-    damaged = '<parameter name="p" string="true">v</parameter>\n'
-    quoting = CALL.replace(">x<", "></parameter> ends it<").replace(
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("<parameter", "</parameter>"), ("<｜DSML｜parameter", "</|DSML|parameter>")],
+)
+def test_a_prescribed_value_behind_a_damaged_one_may_quote_damaged_tags(
+    begin: str, end: str
+) -> None:
+    damaged = f'{begin} name="p" string="true">v{end}\n'
+    quoting = CALL.replace(">x<", f">{end} ends it<").replace(
         "<｜DSML｜parameter", f"{damaged}<｜DSML｜parameter"
     )
     completion = parse(f"\n\n{OPEN}{quoting}{CLOSE}{EOS}", "chat")
-    assert calls(completion) == [("f", {"p": "v", "a": "</parameter> ends it"})]
+    assert calls(completion) == [("f", {"p": "v", "a": f"{end} ends it"})]
+    assert "unclosed_parameter" not in completion.repairs
 
 
 def test_a_value_of_no_characters_may_end_with_a_damaged_tag() -> None:
