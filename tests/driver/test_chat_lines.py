@@ -51,7 +51,7 @@ def entries(prompts: list[str] | None = None) -> Iterator[str]:
 
 
 def test_an_entry_is_a_line_or_what_stands_between_fences(pipe: Callable[..., None]) -> None:
-    pipe('\ufeffone\r\n\n  \n two \n"""\na\n\n/b\n"""\n"""\n/c\n"""\n"""\nd')
+    pipe('\ufeffone\r\n\n  \n two \n """\na\n\n/b\n"""\t\n"""\n/c\n"""\n"""\nd')
     prompts: list[str] = []
     assert list(entries(prompts)) == ["one", " two ", "a\n\n/b", "//c", "d"]
     assert prompts[:2] == ["tool> ", "tool> "]

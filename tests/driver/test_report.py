@@ -2,6 +2,7 @@
 
 import pytest
 
+from dsv4.cli.job import Outcome
 from dsv4.cli.report import summary_line, timing
 from dsv4.run_stats import DraftStats, RunStats
 
@@ -68,3 +69,14 @@ def test_drafts_are_summed_up_by_position() -> None:
 def test_a_run_without_a_step_has_no_drafts_to_report() -> None:
     measured = timing(0.0, RunStats(10, 1.0, 0, 0.0, "stop", drafts=DraftStats(0, 0, (), (), 0, 0)))
     assert measured["drafts"] is None
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop_string", "complete"),
+    [("stop", None, True), ("stop", "x", False), ("length", None, False)],
+)
+def test_an_answer_is_complete_when_the_model_has_ended_it(
+    finish_reason: str, stop_string: str | None, complete: bool
+) -> None:
+    outcome = Outcome(finish_reason=finish_reason, stop_string=stop_string)
+    assert outcome.complete == complete
