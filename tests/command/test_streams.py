@@ -1,10 +1,14 @@
 """Standard streams as parents leave them."""
 
+import io
 import os
 import subprocess
 import sys
 import time
 
+import pytest
+
+from dsv4.command.streams import prepare_streams, say
 from tests.source_rules import ROOT
 
 READS = """
@@ -33,3 +37,34 @@ def test_a_stdin_that_would_not_wait_is_waited_for() -> None:
         os.write(writing, b"France?")
         os.close(writing)
         assert process.stdout.read() == b"What is the capital of France?"
+
+
+def test_what_the_encoding_of_stdout_lacks_is_a_question_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    prepare_streams()
+    print("Grüße", flush=True)
+    assert written.getvalue() == b"Gr??e\n"
+
+
+def test_standard_streams_that_are_missing_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    prepare_streams()
+    with sys.stdin, sys.stdout, sys.stderr:
+        print("nobody reads this", flush=True)
+        say("nor this")
+        assert sys.stdin.read() == ""
+
+
+def test_a_line_that_nobody_reads_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    gone = Gone()
+    monkeypatch.setattr(sys, "stderr", gone)
+    say("a")
+    assert gone.getvalue() == "a\n"
