@@ -175,6 +175,33 @@ def test_threads_find_the_compiler_imported(cache: Path, monkeypatch: pytest.Mon
     assert callers[0] is threading.main_thread()
 
 
+@pytest.mark.parametrize("places", [("wheel", "toolkit"), ("wheel",), ("toolkit",), ()])
+def test_cuda_headers_are_those_of_the_wheel_or_of_a_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
+) -> None:
+    folders = {"wheel": tmp_path / "nvidia" / "cu13" / "include", "toolkit": tmp_path / "include"}
+    for place in places:
+        folders[place].mkdir(parents=True)
+        (folders[place] / "cuda_fp16.h").touch()
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if places:
+        found = folders[places[0]]
+        assert compiler._cuda_headers.__wrapped__() == (str(found), str(found / "cccl"))
+        return
+    with pytest.raises(RuntimeError, match=f"^CUDA headers: found none in {folders['wheel']} or"):
+        compiler._cuda_headers.__wrapped__()
+
+
+def test_machine_code_on_disk_serves_another_process(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubin = cached_cubin("scale/scale", "sm_90a", ())
+    compiler._compiled.cache_clear()
+    monkeypatch.setattr(compiler, "compile_source", None)
+    assert cached_cubin("scale/scale", "sm_90a", ()) == cubin
+
+
 def test_kernels_of_the_package_are_found_by_operation_and_name() -> None:
     assert signature.source_path("norm/rms_norm").is_file()
 

@@ -94,6 +94,15 @@ def test_items_that_are_gone_have_neither_left_nor_done_it() -> None:
     assert left.done_alone() == []
 
 
+def test_what_was_written_before_it_was_left_is_no_sign_that_it_is_done() -> None:
+    left = Left()
+    left.take_along()
+    left.recording.leave(left.work)
+    assert left.recording.left() is left.work
+    left.read(left.result)
+    assert left.done_alone() == [2]
+
+
 def test_a_later_item_may_leave_work_and_calls_do_none_of_it() -> None:
     left = Left()
     left.take_along()

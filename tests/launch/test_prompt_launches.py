@@ -44,6 +44,18 @@ def test_shorter_chunks_take_their_own_shapes_and_the_longest_its_own_again(
     assert found == [*whole, (2, 120, 30), (4, 200, 50), (4, 200, 10), *whole]
 
 
+def test_the_first_step_may_be_of_one_token_on_the_default_stream(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+    recording = Recording(TARGET, 64)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    y = recording.empty((64, 64), torch.bfloat16)
+    normalise(recording, x, y, lambda tokens: Shape(NORM, tokens, 32))
+    Program(recording).run(1)
+    assert [launched.grid[0] for launched in driver.launches] == [1]
+
+
 def test_the_longest_chunk_may_have_nothing_to_do(driver: Driver) -> None:
     recording = Recording(TARGET, 64)
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
