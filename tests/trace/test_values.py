@@ -10,8 +10,9 @@ from dsv4 import Engine, SamplingParams, UserError
 from dsv4.config import CSA_RATIO
 from dsv4.layers.values import INDEXER, SEAM, Watch, completed_rows, value_names
 from dsv4.ops.hyper_connection import hc_post
+from dsv4.ops.rope import rope
 from dsv4.trace.steps import ShownValues
-from tests.model.tiny import random_ids, tiny_engine
+from tests.model.tiny import random_ids, small_config, tiny_engine
 
 TOKENS = 58
 IDS = random_ids(TOKENS)
@@ -131,6 +132,23 @@ def test_scores_order_the_chosen_entries_before_the_others(
             found = scores_TK[token, : len(chosen)].double()
             torch.testing.assert_close(found, exact_TS[token, chosen], rtol=1e-4, atol=1e-5)
             assert bool((scores_TK[token, len(chosen) :] == -torch.inf).all())
+
+
+def test_heads_attend_to_the_rows_of_their_window() -> None:
+    """In a layer without compressed entries, whose ring is shorter than the sequence."""
+    window = 8
+    raw = small_config((0,), sliding_window=window)
+    engine = tiny_engine(raw, max_context=64, prefill_chunk=8)
+    found = engine.trace(IDS, at=["layers.0.attn.*"], prompt_tokens=50)
+    q_THD, kv_TD, heads_THD = (found[f"layers.0.attn.{part}"] for part in ("q", "kv", "heads"))
+    attn = engine.model.blocks[0].attn
+    back_TT = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    logits_THT = q_THD @ kv_TD.T * engine.config.head_dim**-0.5
+    logits_THT[((back_TT < 0) | (back_TT >= window))[:, None].expand_as(logits_THT)] = -torch.inf
+    sink_TH1 = attn.sink_H[:, None].expand(TOKENS, -1, 1)
+    weights_THT = torch.cat([logits_THT, sink_TH1], -1).softmax(-1)[..., :-1]
+    expected = rope(weights_THT @ kv_TD, found["positions"], attn.norm.inv_freq, inverse=True)
+    torch.testing.assert_close(heads_THD, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_patterns_choose_values(engine: Engine, values: dict[str, Tensor]) -> None:
