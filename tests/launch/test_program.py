@@ -34,6 +34,20 @@ def test_arguments_arrive_by_name_in_the_order_of_the_signature(driver: Driver) 
     assert running.tensor(x) is x
 
 
+def test_no_tensor_is_a_null_pointer_and_a_placed_buffer_has_its_memory(driver: Driver) -> None:
+    recording = Recording(TARGET, 2)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    y = recording.empty((2, 64), torch.bfloat16)
+    memory = torch.zeros(4, 64, dtype=torch.bfloat16)[1:]
+    recording.place(y, memory)
+    normalise(recording, x, y[1:], Shape(NORM, 2, 32))
+    running = Program(recording)
+    running.run(2)
+    (launched,) = driver.launches
+    assert launched.words[:3] == [x.data_ptr(), 0, memory[1].data_ptr()]
+    assert running.tensor(y[1:]).data_ptr() == memory[1].data_ptr()
+
+
 def test_the_configuration_has_the_grid_the_cluster_and_the_stream(driver: Driver) -> None:
     recording = Recording(TARGET, 1)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
