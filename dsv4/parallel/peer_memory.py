@@ -61,14 +61,11 @@ def check_peer_access(devices: Sequence[torch.device]) -> None:
 
 
 class _DeviceMemory:
-    """Bytes of ``cuMemAlloc``, which peers can read and write however torch allocates its own."""
+    """Bytes of ``cuMemAlloc`` at ``address``, which end with it."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._bindings: Any = driver()
-        with torch.cuda.device(device):
-            error, address = self._bindings.cuMemAlloc(nbytes)
-            if error != self._bindings.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"exchange on {device}: found {error.name} for {nbytes} bytes")
+    def __init__(self, address: Any, nbytes: int) -> None:
+        # The end of the program may leave no names of this module.
+        self._free = driver().cuMemFree
         self._address = address
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
@@ -78,7 +75,16 @@ class _DeviceMemory:
         }
 
     def __del__(self) -> None:
-        self._bindings.cuMemFree(self._address)
+        self._free(self._address)
+
+
+def _allocated(nbytes: int, device: torch.device) -> _DeviceMemory:
+    """Of the current device, for its peers to read and write however torch allocates its own."""
+    bindings = driver()
+    error, address = bindings.cuMemAlloc(nbytes)
+    if error != bindings.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"exchange on {device}: found {error.name} for {nbytes} bytes")
+    return _DeviceMemory(address, nbytes)
 
 
 def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,5 +92,5 @@ def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     if device.type != "cuda" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     with torch.cuda.device(device):
-        memory = _DeviceMemory(math.prod(shape) * dtype.itemsize, device)
+        memory = _allocated(math.prod(shape) * dtype.itemsize, device)
         return torch.as_tensor(memory, device=device).zero_().view(dtype).view(shape)
