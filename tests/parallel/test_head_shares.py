@@ -44,6 +44,12 @@ def test_rows_that_make_no_whole_tiles_stay_together() -> None:
     assert share_rows(VOCABULARY, VOCABULARY * 8192, 1) == []
 
 
+def test_a_head_that_one_device_reads_as_fast_stays_together() -> None:
+    """No device has a share without rows."""
+    assert share_rows(4096, HEAD_START_BYTES + 1, 2) == []
+    assert share_rows(4096, HEAD_START_BYTES - 1, 2) == []
+
+
 def test_flash_on_two_devices_and_pro_on_eight() -> None:
     assert share_rows(VOCABULARY, VOCABULARY * 8192, 2) == [(0, 64_128), (64_128, VOCABULARY)]
     pro = share_rows(VOCABULARY, VOCABULARY * 14_336, 8)
