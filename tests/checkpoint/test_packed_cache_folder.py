@@ -1,8 +1,12 @@
 """The folder of packed weights: made where there is none, or refused."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from dsv4 import UserError
+from dsv4.checkpoint.packed_cache import check_folder
 from tests.checkpoint.packed_starts import Starts
 
 
@@ -16,6 +20,17 @@ def test_no_folder_is_one_line_before_anything_is_packed(starts: Starts) -> None
     expected = r"^EngineConfig.packed_cache: .*in a file: cannot be written \([^()\n]*\)$"
     with pytest.raises(UserError, match=expected):
         starts()
+
+
+def test_a_folder_that_others_own_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("os.access", lambda _, mode: asked.append(mode))
+    expected = f"^EngineConfig.packed_cache: {tmp_path}: cannot be written .Permission denied.$"
+    with pytest.raises(UserError, match=expected):
+        check_folder(tmp_path)
+    assert asked == [os.W_OK | os.X_OK]
 
 
 def test_the_folder_is_made_with_those_above_it(starts: Starts) -> None:

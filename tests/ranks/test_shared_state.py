@@ -15,12 +15,13 @@ from dsv4.peers import STEP_NUMBERS
 from dsv4.turns import Turns
 from tests.model.tiny import CPU, small_config
 
+CONFIG = ModelConfig.from_dict(small_config())
+
 
 @pytest.fixture
 def state() -> DecodeState:
-    config = ModelConfig.from_dict(small_config())
-    placement = Placement.tensor(config.num_hidden_layers, (CPU,) * 2)
-    return allocate_state(config, EngineConfig(device="cpu"), 256, placement)
+    placement = Placement.tensor(CONFIG.num_hidden_layers, (CPU,) * 2)
+    return allocate_state(CONFIG, EngineConfig(device="cpu"), 256, placement)
 
 
 def test_all_ranks_move_together_and_agree_on_the_number_of_the_step(state: DecodeState) -> None:
@@ -82,8 +83,38 @@ def test_turns_are_taken_on_the_devices_that_are_there(
         return Turns(devices)
 
     monkeypatch.setattr(rank_state, "Turns", turns)
-    config = ModelConfig.from_dict(small_config())
-    placement = Placement.tensor(config.num_hidden_layers, (CPU,) * 2)
-    state = allocate_state(config, EngineConfig(device="cpu"), 256, placement, planned)
+    placement = Placement.tensor(CONFIG.num_hidden_layers, (CPU,) * 2)
+    state = allocate_state(CONFIG, EngineConfig(device="cpu"), 256, placement, planned)
     assert given == [expected]
     assert state.turns is not None
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_devices_that_reach_each_other_have_channels_and_all_take_turns(
+    reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = tuple(torch.device("cuda", index) for index in range(2))
+    places: list[torch.device] = []
+
+    def shared_memory(
+        shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        places.append(device)
+        return torch.zeros(shape, dtype=dtype)
+
+    lone = allocate_state(CONFIG, EngineConfig(device="cpu"), 64, Placement.of_layers((CPU,) * 4))
+    assert (lone.turns, lone.channels) == (None, None)
+    monkeypatch.setattr(DecodeState, "allocate", lambda *_: lone)
+    monkeypatch.setattr(rank_state, "shared_memory", shared_memory)
+    monkeypatch.setattr(rank_state, "reach_each_other", lambda _: reached)
+    state = allocate_state(CONFIG, EngineConfig(), 64, Placement.round_robin(4, gpus))
+    assert state.turns is not None
+    assert state.turns._devices == gpus
+    if not reached:
+        assert (state.channels, places) == (None, [])
+        return
+    assert state.channels is not None
+    assert state.channels._turns is state.turns
+    ends = [(channel.source, channel.target) for channel in state.channels.all]
+    assert sorted(ends, key=str) == [gpus, gpus[::-1]]
+    assert places == [target for _, target in ends]
