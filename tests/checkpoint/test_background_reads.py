@@ -1,5 +1,6 @@
 """Reads that go on beside the interpreter: whole, of any file, and over when they must be."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,20 @@ def test_the_end_waits_for_what_is_written(files: list[Path]) -> None:
         for slot, target in enumerate(targets):
             reads.begin(slot, files[0], slot << 20, target)
     assert bool((targets == 7).all())
+
+
+def test_the_end_waits_as_long_as_a_read_goes_on(files: list[Path]) -> None:
+    target = memory(100)
+    answers = iter([errno.EINPROGRESS, errno.EINPROGRESS, 0])
+    waits: list[bool] = []
+    with BackgroundReads(1) as reads:
+        suspend = reads._library.aio_suspend
+
+        def wait(*arguments: object) -> None:
+            suspend(*arguments)
+            waits.append(target.numpy().tobytes() == files[0].read_bytes()[:100])
+
+        reads.begin(0, files[0], 0, target)
+        reads._library.aio_error = lambda _: next(answers)
+        reads._library.aio_suspend = wait
+    assert waits == [True, True]

@@ -1,5 +1,6 @@
 """Spans of several GPUs: each puts its parts in place by a table of its own behind the span."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,24 @@ def test_what_lies_close_together_is_copied_at_once(
 ) -> None:
     monkeypatch.setattr(lanes, "_GAP", 10)
     assert list(lanes._joined(ranges)) == copied
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_nothing_runs_on_lanes_that_have_ended(
+    error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_lanes_on_the_cpu(monkeypatch, by_table=False)
+    of_device: set[int] = set()
+    ended: list[int] = []
+    monkeypatch.setattr(lanes.Lane, "end", lambda lane: ended.append(id(lane)))
+
+    def run() -> None:
+        with lanes.lanes_to([CPU], 64) as made:
+            of_device.update(id(next(made._turns[CPU])) for _ in range(9))
+            if error is not None:
+                raise error
+
+    with nullcontext() if error is None else pytest.raises(error):
+        run()
+    assert len(ended) == lanes.LANES
+    assert set(ended) == of_device
