@@ -1,5 +1,6 @@
 """Memory plan: the numbers are what is allocated, and the refusal is one line."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,14 +160,34 @@ def test_work_of_the_torch_ops_is_the_largest_dequantizing_or_step() -> None:
 
 
 def test_the_caches_of_a_draft_module_are_on_the_last_device() -> None:
+    """Also where that has one layer and the others have more."""
     config = tiny_config()
-    placement = two_devices(config)
-    without, with_draft = (
-        plan_memory(config, EngineConfig(), placement, [], None, draft_bytes=nbytes)
-        for nbytes in (0, 1000)
+    cpu, last = torch.device("cpu"), torch.device("meta")
+    layers = config.num_hidden_layers
+    for placement in (two_devices(config), Placement.of_layers([cpu] * (layers - 1) + [last])):
+        without, with_draft = (
+            plan_memory(config, EngineConfig(), placement, [], None, draft_bytes=nbytes)
+            for nbytes in (0, 1000)
+        )
+        pairs = zip(without.devices, with_draft.devices, strict=True)
+        assert [after.state_bytes - before.state_bytes for before, after in pairs] == [0, 1000]
+
+
+def test_a_device_works_with_the_longest_of_the_recorded_steps() -> None:
+    """It is more than packing takes, or less."""
+    config = tiny_config()
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    placement = Placement.pipeline([1] * config.num_hidden_layers, gpus)
+    steps: Any = SimpleNamespace(
+        packing=SimpleNamespace(native=None),
+        workspace_bytes=lambda: {gpus[0]: 10**9, gpus[1]: 0},
+        head_bytes={},
     )
-    pairs = zip(without.devices, with_draft.devices, strict=True)
-    assert [after.state_bytes - before.state_bytes for before, after in pairs] == [0, 1000]
+    stored = stored_checkpoint(config)
+    planned = plan_memory(config, EngineConfig(), placement, stored, steps, 10**10)
+    first, second = (device.work_bytes - plan.CUDA_RESERVE_BYTES for device in planned.devices)
+    assert first == 10**9
+    assert 0 < second < 10**8
 
 
 def test_dequantized_bytes_are_those_of_the_torch_ops_weights() -> None:
@@ -222,15 +243,18 @@ def test_the_table_names_every_device_and_the_one_that_does_not_fit(
     assert [line.endswith("does not fit") for line in lines[2:]] == [False, True]
 
 
-def test_the_table_has_both_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_both_units() -> None:
     """3 GB are 2.794 GiB."""
-    monkeypatch.setattr(plan, "available_bytes", lambda _: 3 * 10**9)
     device = torch.device("cpu")
-    table = plan.MemoryPlan((plan.DevicePlan(device, 1, 10**9, 0, 0, 0, 3 * 10**9),), 100)
-    title, header, row = str(table).splitlines()
+    sizes = [part * 10**9 for part in (1, 2, 3, 4, 20)]
+    table = plan.MemoryPlan((plan.DevicePlan(device, 1, *sizes),), 100, staging_bytes=3 << 29)
+    title, header, row, staging = str(table).splitlines()
     assert title == "memory plan in GiB (2^30 bytes; GB are 10^9) for a context of 100 tokens"
-    assert header.split()[-6:] == ["total", "available", "total", "GB", "avail.", "GB"]
-    assert row.split()[-4:] == ["0.931", "2.794", "1.000", "3.000"]
+    parts = ["device", "layers", "weights", "ops", "state", "work"]
+    assert header.split() == [*parts, "total", "available", "total", "GB", "avail.", "GB"]
+    in_gib = ["0.931", "1.863", "2.794", "3.725", "9.313", "18.626"]
+    assert row.split() == ["cpu", "1", *in_gib, "10.000", "20.000"]
+    assert staging == "loading takes 1.500 GiB of pinned memory on the host"
 
 
 def test_plan_of_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
