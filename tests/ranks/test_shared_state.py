@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from dsv4.caches.allocation import step_tokens
 from dsv4.caches.state import DecodeState
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
 from dsv4.parallel import rank_state
 from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
-from dsv4.peers import STEP_NUMBERS
+from dsv4.peers import SLOTS, STEP_NUMBERS
 from dsv4.turns import Turns
 from tests.model.tiny import CPU, small_config
 
@@ -69,6 +70,20 @@ def test_ranks_have_caches_of_their_own_and_one_word_for_nan(state: DecodeState)
     for shared in (slice(0, 2), slice(5, 11)):
         assert torch.equal(first.peers.table_P[shared], second.peers.table_P[shared])
     assert first.peers.fault_4 is second.peers.fault_4
+
+
+def test_memory_that_ranks_share_is_what_kernels_take_it_for(state: DecodeState) -> None:
+    tokens = step_tokens(EngineConfig(device="cpu"))
+    for rank in state.ranks:
+        peers = rank.peers
+        assert peers is not None
+        terms = (SLOTS, tokens, CONFIG.hidden_size)
+        assert (tuple(peers.partials_STE.shape), peers.partials_STE.dtype) == (terms, torch.float32)
+        assert tuple(peers.inputs_TE.shape) == terms[1:]
+        assert tuple(peers.chosen_TK.shape) == (tokens, CONFIG.index_topk)
+        assert (peers.inputs_TE.dtype, peers.chosen_TK.dtype) == (torch.bfloat16, torch.int64)
+        assert {peers.step_4.dtype, peers.fault_4.dtype} == {torch.int32}
+        assert {peers.table_P.dtype, peers.inbox.dtype} == {torch.int64}
 
 
 @pytest.mark.parametrize(("planned", "expected"), [(False, (CPU,)), (True, ())])
