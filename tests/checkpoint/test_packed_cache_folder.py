@@ -39,10 +39,15 @@ def test_the_folder_is_made_with_those_above_it(starts: Starts) -> None:
     assert len(starts.entries) == 1
 
 
-def test_the_folder_of_the_model_is_refused(starts: Starts) -> None:
-    before = sorted(starts.folder.iterdir())
-    starts.cache.symlink_to(starts.folder)
+@pytest.mark.parametrize("linked", ["cache", "folder"])
+def test_the_folder_of_the_model_is_refused(starts: Starts, tmp_path: Path, linked: str) -> None:
+    """By whichever name either of them is given."""
+    model = starts.folder
+    before = sorted(model.iterdir())
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    starts.folder, starts.cache = (link, model) if linked == "folder" else (model, link)
     expected = f"^EngineConfig.packed_cache: {starts.cache}: found the folder of the model, expec"
     with pytest.raises(UserError, match=expected):
         starts()
-    assert sorted(starts.folder.iterdir()) == before
+    assert sorted(model.iterdir()) == before
