@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dsv4.checkpoint import packed_cache as module
+from dsv4.checkpoint.identity import checkpoint_identity
 from dsv4.checkpoint.index import open_checkpoint
 from dsv4.checkpoint.packed_cache import MANIFEST, PackedCache
 from tests.checkpoint.packed_starts import Starts
@@ -84,3 +85,14 @@ def test_an_entry_in_use_is_left_alone(starts: Starts) -> None:
     assert (entry / MANIFEST).read_bytes() == before
     other.write([{}])
     assert (entry / MANIFEST).read_bytes() != before
+
+
+def test_who_was_slower_leaves_the_entry_of_the_faster_one(starts: Starts) -> None:
+    assert starts()[0] > 0
+    (entry,) = starts.entries
+    checkpoint = open_checkpoint(starts.folder)
+    identity = checkpoint_identity(checkpoint)
+    slower = PackedCache(starts.cache, checkpoint, identity, "torch bf16", 1)
+    assert slower.entry == entry
+    slower.write([{}])
+    assert starts()[0] == 0
