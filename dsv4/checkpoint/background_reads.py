@@ -86,7 +86,7 @@ class BackgroundReads:
         ``slot``: that of no running read. Raises ``UserError`` for a file that cannot be read.
         """
         before, file = self._files.get(slot, (None, None))
-        if file is None or before != path:
+        if before != path:
             self._files[slot] = path, open_sequential(path)
             if file is not None:
                 file.close()

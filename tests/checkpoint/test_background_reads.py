@@ -1,5 +1,6 @@
 """Reads that go on beside the interpreter: whole, of any file, and over when they must be."""
 
+import ctypes
 import errno
 from pathlib import Path
 
@@ -40,21 +41,40 @@ def test_nothing_to_wait_for_is_no_wait() -> None:
         assert reads.finished(LONG) == []
 
 
-def test_what_is_read_in_parts_is_read_to_its_end(files: list[Path]) -> None:
-    target = memory(1000)
+@pytest.mark.parametrize(("nbytes", "most"), [(1000, 333), (4, 1)])
+def test_what_is_read_in_parts_is_read_to_its_end(
+    files: list[Path], nbytes: int, most: int
+) -> None:
+    target = memory(nbytes)
     with BackgroundReads(1) as reads:
         count = reads._library.aio_return
         counted: list[int] = []
 
         def some(request: object) -> int:
-            counted.append(min(count(request), 333))
+            counted.append(min(count(request), most))
             return counted[-1]
 
         reads._library.aio_return = some
         reads.begin(0, files[0], 20, target)
         assert all_of(reads) == [0]
-    assert counted == [333, 333, 333, 1]
-    assert target.numpy().tobytes() == files[0].read_bytes()[20:1020]
+    assert counted == [*[most] * 3, nbytes - 3 * most]
+    assert target.numpy().tobytes() == files[0].read_bytes()[20:][:nbytes]
+
+
+def test_a_read_that_does_not_begin_is_one_line_and_none_that_runs(files: list[Path]) -> None:
+    def refuse(_: object) -> int:
+        ctypes.set_errno(errno.EAGAIN)
+        return -1
+
+    with BackgroundReads(1) as reads:
+        read = reads._library.aio_read
+        reads._library.aio_read = refuse
+        with pytest.raises(UserError, match=r"/b: cannot be read \(Resource temporarily unavail"):
+            reads.begin(0, files[0], 0, memory(4))
+        assert len(reads) == 0
+        reads._library.aio_read = read
+        reads.begin(0, files[0], 0, memory(4))
+        assert all_of(reads) == [0]
 
 
 def test_what_cannot_be_read_is_one_line(files: list[Path], tmp_path: Path) -> None:
