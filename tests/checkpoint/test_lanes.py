@@ -46,6 +46,18 @@ def test_every_gpu_gets_its_parts_with_room_for_any_number_of_tables(
     assert untouched(parts)
 
 
+def test_what_belongs_to_the_host_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what goes to a GPU."""
+    put_lanes_on_the_cpu(monkeypatch, by_table=True)
+    memory, parts = parts_of(CPU)
+    monkeypatch.setattr(lanes, "_parts", lambda _: {CPU: parts[::2], GPUS[0]: parts[1::2]})
+    read = memory[: NBYTES + PART_BYTES * len(parts)].clone()
+    made = lanes.Lanes({GPUS[0]: [lanes.Lane(CPU, read.numel())]})
+    assert len(made.queue(Span(Path("a"), 0, NBYTES, ()), read)) == 1
+    assert all(torch.equal(part.target, expected(memory, part)) for part in parts)
+    assert untouched(parts)
+
+
 @pytest.mark.parametrize(
     ("ranges", "copied"),
     [
