@@ -99,7 +99,7 @@ def test_a_call_that_the_model_ends_early_is_one() -> None:
 def test_what_was_held_back_is_said_before_the_end_of_the_model() -> None:
     question = Question([1, 2], 9, SamplingParams(), (), frozenset())
     opening = f'{OPEN}<{DSML}invoke name="weather">\n'
-    asked = ChatAsked(question, "chat", None, opening, False, False)
+    asked = ChatAsked(question, "chat", [], opening, False, False)
     made = ChatAnswer(asked, "m", Tokenizer(CHECKPOINT))
     deltas = [chunk["choices"][0]["delta"] for chunk in made.feed(0, PromptRead(1))]
     assert deltas[0] == {"role": "assistant", "content": ""}
