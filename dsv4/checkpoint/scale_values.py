@@ -1,7 +1,6 @@
 """What only the values of scales show: exponents taken for numbers, and what is no number."""
 
 import math
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -29,34 +28,33 @@ def check_scales(
     exponent.
     """
     if weight.global_scale is not None:
-        names = cycle(_names(stored.parts["global_scale"], first_expert))
-        for name, value in zip(names, weight.global_scale.reshape(-1).tolist(), strict=False):
+        values = weight.global_scale.reshape(-1).tolist()
+        for expert, value in enumerate(values, first_expert):
             if not 0.0 < value < math.inf:
+                name = _name(stored.parts["global_scale"], expert)
                 raise UserError(
                     f"{checkpoint.folder}: {name}: found {value}, expected a finite number above 0"
                 )
     if weight.block_scale is None:
         return
-    part = stored.parts["block_scale"]
-    names = _names(part, first_expert)
-    groups = weight.block_scale.view(1 if part.fused else math.prod(weight.shape[:-2]), -1)
-    for index, is_wrong in enumerate(_has_wrong(groups, weight.global_scale)):
+    scales = weight.block_scale.view(math.prod(weight.shape[:-2]), -1)
+    for expert, is_wrong in enumerate(_has_wrong(scales, weight.global_scale), first_expert):
         if not is_wrong:
             continue
+        name = _name(stored.parts["block_scale"], expert)
         # Of the file: a rank may hold a part, whose places are others.
-        scale = checkpoint.read(names[index]).view(weight.block_scale.dtype)
-        name = names[index]
+        scale = checkpoint.read(name).view(weight.block_scale.dtype)
         wrong = _first_wrong(scale)
         if wrong is None and weight.global_scale is not None:
-            name = _names(stored.parts["global_scale"], first_expert)[index]
-            totals = weight.global_scale.reshape(len(groups), -1)
-            wrong = _too_large(float(totals[index].max()), scale)
+            name = _name(stored.parts["global_scale"], expert)
+            total = float(weight.global_scale.reshape(-1)[expert - first_expert])
+            wrong = _too_large(total, scale)
         raise UserError(f"{checkpoint.folder}: {name}: {wrong or 'changed while it was read'}")
 
 
-def _names(part: Part, first_expert: int) -> tuple[str, ...]:
-    """The tensors of the experts from the first one on, or the one of all."""
-    return part.names if part.fused else part.names[first_expert:]
+def _name(part: Part, expert: int) -> str:
+    """The tensor of the expert, or the one of all."""
+    return part.names[0] if part.fused else part.names[expert]
 
 
 def check_converted(weight: QuantTensor) -> None:
