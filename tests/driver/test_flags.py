@@ -66,6 +66,11 @@ def test_no_file_has_an_empty_name(flag: str) -> None:
         parse_arguments([flag, ""])
 
 
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("7", 7), ("auto", "auto")])
+def test_drafts_of_a_step_are_a_number_or_measured(text: str, count: int | str) -> None:
+    assert engine_config(parse_arguments(["--draft-tokens", text])).draft_tokens == count
+
+
 @pytest.mark.parametrize("count", ["0", "8", "-1", "x", "1.0", "", "٣"])
 def test_numbers_of_drafts_that_no_step_has_are_refused(count: str) -> None:
     with pytest.raises(UserError, match="expected auto or an integer from 1 to 7"):

@@ -124,9 +124,13 @@ def test_several_texts_are_answered_in_their_order(demo: Running) -> None:
     alone = [complete(demo, text, max_tokens=3).choices[0].text for text in texts]
     assert [choice.text for choice in together.choices] == alone
     by_index: dict[int, str] = {0: "", 1: ""}
-    for chunk in complete(demo, texts, max_tokens=3, stream=True):
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = complete(demo, texts, max_tokens=3, **fields)
+    for chunk in chunks:
         by_index[chunk.choices[0].index] += chunk.choices[0].text
     assert list(by_index.values()) == alone
+    assert {chunk.usage for chunk in chunks} == {None}
+    assert (last.id, last.choices, last.usage) == (chunks[0].id, [], together.usage)
 
 
 def test_the_default_limit_is_that_of_openai(demo: Running) -> None:
