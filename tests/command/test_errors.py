@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def test_errors_of_cuda_core_are_those_of_a_device_once_it_is_imported(
     module = "cuda.core._utils.cuda_utils"
     monkeypatch.delitem(sys.modules, module, raising=False)
     assert device_error_types() == (RuntimeError, MemoryError)
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(CUDAError=LookupError))  # type: ignore[arg-type]
+    imported: Any = SimpleNamespace(CUDAError=LookupError)
+    monkeypatch.setitem(sys.modules, module, imported)
     assert device_error_types() == (RuntimeError, MemoryError, LookupError)
 
 

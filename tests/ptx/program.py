@@ -186,7 +186,7 @@ def load(ptx: str) -> dict[str, Program]:
     """The programs of a module by the names of their entry functions.
 
     They stay while the process runs, so that no later look for garbage goes through their millions
-    of objects.
+    of objects; what is garbage before them would stay too, and goes first.
     """
     gc.collect()
     programs = {name: Program(function) for name, function in parse(ptx).items()}
