@@ -46,7 +46,6 @@ class HyperConnection:
             norm_eps=config.rms_norm_eps,
             hc_eps=config.hc_eps,
             sinkhorn_iters=config.hc_sinkhorn_iters,
-            leaves=sublayer == "attn",
         )
         return cls(mix, weights.vector(f"{sublayer}_norm.weight"))
 

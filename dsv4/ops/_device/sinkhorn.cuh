@@ -1,4 +1,5 @@
-// The doubly stochastic matrix of a seam by Sinkhorn iterations: one warp for each token.
+// The doubly stochastic matrix of a seam by Sinkhorn iterations. Every thread computes all of it,
+// which saves the exchange between threads.
 #pragma once
 #include "common.cuh"
 
@@ -8,7 +9,7 @@
 // which takes longer, if TERMS is 0.
 constexpr float FOR_8_TERMS = 0.1f;
 constexpr float FOR_3_TERMS = 3e-3f;
-constexpr float SETTLED = 2.5e-7f;
+constexpr float CONVERGED = 2.5e-7f;
 
 template <int TERMS, bool TRANSPOSED, int M>
 __device__ __forceinline__ float balance(float (&own)[M], const float (&other)[M],
@@ -34,63 +35,55 @@ __device__ __forceinline__ float balance(float (&own)[M], const float (&other)[M
     return change;
 }
 
-// kernel_jk = element(j, k).
+// comb_jk = element(j, k).
 template <int M, typename Element>
-__device__ __forceinline__ void fill(float (&kernel)[M][M], Element element) {
+__device__ __forceinline__ void fill(float (&comb)[M][M], Element element) {
 #pragma unroll
     for (int j = 0; j < M; j++)
 #pragma unroll
-        for (int k = 0; k < M; k++) kernel[j][k] = element(j, k);
+        for (int k = 0; k < M; k++) comb[j][k] = element(j, k);
 }
 
-// A lane's elements lane, lane + 32, … of comb [M][M].
+// comb_MM, whose rows and columns sum up to 1, in place of a matrix whose rows do: comb_jk =
+// rows_j · comb_jk · columns_k, by scaling factors. Divisors only come closer to 1. Once an
+// iteration changes nothing by more than a rounding, the rest would not either.
 template <int M>
-struct Comb {
-    static constexpr int HELD = (M * M + WARP - 1) / WARP;
-    float values[HELD];
-
-    __device__ __forceinline__ void store(float* comb) const {
-        const int lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (i * WARP + lane < M * M) comb[i * WARP + lane] = values[i];
-    }
-};
-
-// comb_MM, whose rows and columns sum up to 1, of kernel_MM, whose rows do: comb_jk = rows_j ·
-// kernel_jk · columns_k, by scaling factors. Every lane computes all of it, which saves the
-// exchange between lanes. Divisors only come closer to 1. Once an iteration changes nothing by more
-// than a rounding, the rest would not either.
-template <int M>
-__device__ __forceinline__ Comb<M> sinkhorn(const float (&kernel)[M][M], float eps,
-                                            int iterations) {
+__device__ __forceinline__ void sinkhorn(float (&comb)[M][M], float eps, int iterations) {
     float rows[M], columns[M];
 #pragma unroll
     for (int j = 0; j < M; j++) rows[j] = columns[j] = 1.0f;
     // In turn: comb /= comb.sum(-2, keepdim=True) + eps; comb /= comb.sum(-1, keepdim=True) + eps
     float change = 1.0f;
-    balance<0, true>(columns, rows, kernel, eps);
+    balance<0, true>(columns, rows, comb, eps);
     int iteration = 1;
     for (; iteration < iterations && change > FOR_8_TERMS; iteration++) {
-        change = balance<0, false>(rows, columns, kernel, eps);
-        change = fmaxf(change, balance<0, true>(columns, rows, kernel, eps));
+        change = balance<0, false>(rows, columns, comb, eps);
+        change = fmaxf(change, balance<0, true>(columns, rows, comb, eps));
     }
     for (; iteration < iterations && change > FOR_3_TERMS; iteration++) {
-        change = balance<8, false>(rows, columns, kernel, eps);
-        change = fmaxf(change, balance<8, true>(columns, rows, kernel, eps));
+        change = balance<8, false>(rows, columns, comb, eps);
+        change = fmaxf(change, balance<8, true>(columns, rows, comb, eps));
     }
-    for (; iteration < iterations && change > SETTLED; iteration++) {
-        change = balance<3, false>(rows, columns, kernel, eps);
-        change = fmaxf(change, balance<3, true>(columns, rows, kernel, eps));
+    for (; iteration < iterations && change > CONVERGED; iteration++) {
+        change = balance<3, false>(rows, columns, comb, eps);
+        change = fmaxf(change, balance<3, true>(columns, rows, comb, eps));
     }
+#pragma unroll
+    for (int j = 0; j < M; j++)
+#pragma unroll
+        for (int k = 0; k < M; k++) comb[j][k] = rows[j] * comb[j][k] * columns[k];
+}
+
+// By a warp, all of whose lanes have the matrix.
+template <int M>
+__device__ __forceinline__ void store_comb(const float (&comb)[M][M], float* address) {
     const int lane = threadIdx.x % WARP;
-    Comb<M> comb;
 #pragma unroll
-    for (int j = 0; j < M; j++) {
+    for (int first = 0; first < M * M; first += WARP) {
+        float own = 0.0f;
 #pragma unroll
-        for (int k = 0; k < M; k++)
-            if (lane == (j * M + k) % WARP)
-                comb.values[(j * M + k) / WARP] = rows[j] * kernel[j][k] * columns[k];
+        for (int i = first; i < min(first + WARP, M * M); i++)
+            if (lane == i - first) own = comb[i / M][i % M];
+        if (first + lane < M * M) address[first + lane] = own;
     }
-    return comb;
 }

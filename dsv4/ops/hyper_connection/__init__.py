@@ -16,9 +16,7 @@ from dsv4.ops.norm import rms_norm
 class HcWeights:
     """Parameters of one seam, float32.
 
-    fn ``[(2 + M)·M, M·E]``, base ``[(2 + M)·M]``, scale ``[3]`` (pre, post, comb). ``leaves``: a
-    launch of the sublayer behind the seam may compute comb
-    (``dsv4.ops.hyper_connection.left_comb``).
+    fn ``[(2 + M)·M, M·E]``, base ``[(2 + M)·M]``, scale ``[3]`` (pre, post, comb).
     """
 
     fn: Tensor
@@ -27,7 +25,6 @@ class HcWeights:
     norm_eps: float
     hc_eps: float
     sinkhorn_iters: int
-    leaves: bool = False
 
 
 @dataclass(frozen=True)

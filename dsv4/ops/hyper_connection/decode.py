@@ -35,8 +35,7 @@ def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:
     accesses = ceil_div(seam.width, seam.form.finish_columns)
     blocks = _FINISH_BLOCKS if accesses >= _SHARED_ACCESSES else 1
     # Traced values are shown at once.
-    may_leave = isinstance(seam.weights, HcWeights) and seam.weights.leaves
-    leaves = may_leave and not recording.traced
+    leaves = isinstance(seam.weights, HcWeights) and not recording.traced
     finish = finish_shape(seam.form, tokens, splits, blocks, _MOST_WORKERS, leaves=leaves)
     return SeamShapes(mix, finish, tokens * splits, leaves=leaves)
 

@@ -4,7 +4,7 @@
 // Defines: STREAMS (M), MIXES (rows of fn), POST (1: mix y into the streams first, 0: read them),
 // TOKENS (1 to 8: the most of a block), COUNT columns per access (4 or 1), PER_LANE accesses per
 // lane, SETTLED (1: all but y, and the number of the step, were complete when the kernel started),
-// RANKS (above 1: y comes as words of all ranks, exchange.cuh).
+// LEFT (1: comb is not balanced yet), RANKS (above 1: y comes as words of all ranks, exchange.cuh).
 //
 // A block owns PER_LANE · 32 / M neighbouring groups of COUNT columns of all M streams, of up to
 // TOKENS tokens. First its threads share out the tokens' columns and put their streams into shared
@@ -14,9 +14,13 @@
 // ends in partials[token][row][block]. hyper_connection_finish.cu adds them.
 #include "columns.cuh"
 #include "exchange.cuh"
+#include "sinkhorn.cuh"
 
 #ifndef SETTLED
 #define SETTLED 0
+#endif
+#ifndef LEFT
+#define LEFT 0
 #endif
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
@@ -32,6 +36,8 @@ constexpr int BLOCK_COLUMNS = GROUPS * COUNT;
 // Columns that a thread makes streams of: words of ranks are read in pairs.
 constexpr int PAIR = COUNT == 1 ? 1 : 2;
 constexpr int PAIRS = BLOCK_COLUMNS / PAIR;
+// Whether a thread may make streams of a second pair.
+constexpr bool SECOND = TOKENS * PAIRS > THREADS;
 // Whether post and comb of a token are whole vectors.
 constexpr bool VECTORS = COUNT == 4 && STREAMS % 4 == 0;
 
@@ -43,13 +49,15 @@ struct Tokens {
     const bf16 *y, *streams;
     const float *post, *comb;
     int64 first;
-    int width;
+    int width, iterations;
+    float hc_eps;
 };
 
-// The streams of a token's columns `column` to column + PAIR - 1, and how they are mixed.
+// The streams of a token's columns `column` to column + PAIR - 1, and how they are mixed. A comb
+// that was left every thread makes for itself, which takes no longer than if one did.
 struct Older {
     Columns<PAIR> stream[STREAMS];
-    float post[STREAMS], comb[STREAMS * STREAMS];
+    float post[STREAMS], comb[STREAMS][STREAMS];
 
     __device__ __forceinline__ void request(const Tokens& in, unsigned token, unsigned column) {
 #pragma unroll
@@ -58,7 +66,9 @@ struct Older {
                 request_columns<PAIR>(in.streams + (token * STREAMS + j) * in.width + column);
 #if POST
         request_values<VECTORS>(in.post + token * STREAMS, post);
-        request_values<VECTORS>(in.comb + token * STREAMS * STREAMS, comb);
+        request_values<VECTORS>(in.comb + token * STREAMS * STREAMS,
+                                reinterpret_cast<float(&)[STREAMS * STREAMS]>(comb));
+        if (LEFT) sinkhorn(comb, in.hc_eps, in.iterations);
 #endif
     }
 };
@@ -87,10 +97,10 @@ __device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], con
         float values[PAIR];
 #pragma unroll
         for (int c = 0; c < PAIR; c++) {
-            float mixed = older.comb[k] * column(older.stream[0], c);
+            float mixed = older.comb[0][k] * column(older.stream[0], c);
 #pragma unroll
             for (int j = 1; j < STREAMS; j++)
-                mixed = fmaf(older.comb[j * STREAMS + k], column(older.stream[j], c), mixed);
+                mixed = fmaf(older.comb[j][k], column(older.stream[j], c), mixed);
             values[c] = fmaf(older.post[k], column(y, c), mixed);
         }
         made[k] = round_columns(values);
@@ -104,7 +114,7 @@ __device__ __forceinline__ void make_streams(Columns<PAIR> (&made)[STREAMS], con
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hc_mix(const bf16* y, const bf16* streams, const float* post, const float* comb,
            const float* fn, bf16* streams_out, float* partials, const int64* peers, int64 slot,
-           int64 rank_words, int exchange, int tokens, int width) {
+           int64 rank_words, int exchange, int tokens, int width, float hc_eps, int iterations) {
     __shared__ __align__(16) Streams mixed[TOKENS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned block_column = blockIdx.x * BLOCK_COLUMNS;
@@ -141,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              post + first * STREAMS,
                              comb + first * STREAMS * STREAMS,
                              first * width,
-                             width};
+                             width,
+                             iterations,
+                             hc_eps};
     streams_out += first * STREAMS * width + block_column;
     partials += first * (MIXES + 1) * gridDim.x + blockIdx.x;
     // Of the first item of this thread, and later of the others.
@@ -176,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (unsigned item = threadIdx.x; item < count * PAIRS; item += THREADS) {
         const unsigned token = item / unsigned(PAIRS), column = item % unsigned(PAIRS) * PAIR;
         Columns<PAIR> made[STREAMS] = {};
-        if (!SETTLED || item >= THREADS) request_older(item);
-        if (!EARLY || item >= THREADS) find_output(inbox, item);
+        if (!SETTLED || (SECOND && item >= THREADS)) request_older(item);
+        if (!EARLY || (SECOND && item >= THREADS)) find_output(inbox, item);
         if (is_there(item)) {
             make_streams(made, older, output);
 #if POST

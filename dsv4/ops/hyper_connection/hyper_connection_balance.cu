@@ -1,5 +1,5 @@
-// comb of a seam whose hc_finish has left it. One block of a warp for each token. Defines: STREAMS
-// (M).
+// comb of a seam whose hc_finish has left it, for ops that do not make it themselves. One block of
+// a warp for each token. Defines: STREAMS (M).
 #include "sinkhorn.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARP)
@@ -7,7 +7,8 @@ extern "C" __global__ void __launch_bounds__(WARP)
     const int64 first = blockIdx.x * STREAMS * STREAMS;
     pdl_launch();
     pdl_wait();
-    float kernel[STREAMS][STREAMS];
-    fill(kernel, [&](int j, int k) { return unbalanced[first + j * STREAMS + k]; });
-    sinkhorn(kernel, hc_eps, iterations).store(comb + first);
+    float own[STREAMS][STREAMS];
+    fill(own, [&](int j, int k) { return unbalanced[first + j * STREAMS + k]; });
+    sinkhorn(own, hc_eps, iterations);
+    store_comb(own, comb + first);
 }

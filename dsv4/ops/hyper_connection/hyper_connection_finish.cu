@@ -150,9 +150,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
 #pragma unroll
             for (int k = 0; k < STREAMS; k++) rows[own][k] = row[k];
             __syncwarp();
-            float kernel[STREAMS][STREAMS];
-            fill(kernel, [&](int j, int k) { return rows[j][k]; });
-            sinkhorn(kernel, hc_eps, iterations).store(own_comb);
+            float balanced[STREAMS][STREAMS];
+            fill(balanced, [&](int j, int k) { return rows[j][k]; });
+            sinkhorn(balanced, hc_eps, iterations);
+            store_comb(balanced, own_comb);
         }
         return;
     }

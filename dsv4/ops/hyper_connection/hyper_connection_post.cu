@@ -1,13 +1,18 @@
 // x'_k = post_k · y + Σ_j comb_jk · x_j of every token. Defines: STREAMS (M), COUNT columns per
-// thread (8 or 1), RANKS (above 1: y comes as words of all ranks, exchange.cuh), OWNERS (ranks that
-// share the tokens).
+// thread (8 or 1), LEFT (1: comb is not balanced yet), RANKS (above 1: y comes as words of all
+// ranks, exchange.cuh), OWNERS (ranks that share the tokens).
 #include "columns.cuh"
 #include "exchange.cuh"
+#include "sinkhorn.cuh"
+
+#ifndef LEFT
+#define LEFT 0
+#endif
 
 extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const float* post,
                                    const float* comb, bf16* out, const int64* peers,
                                    int64 slot, int64 rank_words, int exchange, int owner,
-                                   int tokens, int width) {
+                                   int tokens, int width, float hc_eps, int iterations) {
     const InboxAddress address(peers);
     pdl_launch();
     pdl_wait();
@@ -18,6 +23,9 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
 #pragma unroll
     for (int j = 0; j < STREAMS; j++)
         stream[j] = load_columns<COUNT>(streams + (token * STREAMS + j) * width + column_0);
+    float factors[STREAMS][STREAMS];
+    fill(factors, [&](int j, int k) { return comb[(token * STREAMS + j) * STREAMS + k]; });
+    if (LEFT) sinkhorn(factors, hc_eps, iterations);
 #if RANKS > 1
     float sums[COUNT];
     Inbox(address, slot, rank_words, exchange).sum(token * width + column_0, sums);
@@ -33,10 +41,9 @@ extern "C" __global__ void hc_post(const bf16* y, const bf16* streams, const flo
         for (int c = 0; c < COUNT; c++) values[c] = 0.0f;
 #pragma unroll
         for (int j = 0; j < STREAMS; j++) {
-            const float factor = comb[(token * STREAMS + j) * STREAMS + k];
 #pragma unroll
             for (int c = 0; c < COUNT; c++)
-                values[c] = fmaf(factor, column(stream[j], c), values[c]);
+                values[c] = fmaf(factors[j][k], column(stream[j], c), values[c]);
         }
 #pragma unroll
         for (int c = 0; c < COUNT; c++) values[c] = fmaf(share, column(added, c), values[c]);

@@ -1,13 +1,17 @@
-"""comb of a seam, left by its ``hc_finish`` to a later launch of the sublayer.
+"""comb of a seam, left by its ``hc_finish``.
 
 Nothing in the sublayer needs it, and its Sinkhorn iterations take longer than the sublayer's input:
-whoever waits for that should not wait for these.
+whoever waits for that should not wait for these. Attention has a launch that makes it on the way.
+Otherwise the kernel that mixes the streams at the sublayer's end makes it for itself.
 """
+
+from typing import NamedTuple
 
 from torch import Tensor
 
+from dsv4.launch.buffers import storage_key
 from dsv4.launch.items import Argument
-from dsv4.launch.kernel import Kernel, Shape
+from dsv4.launch.kernel import Defines, Kernel, Shape
 from dsv4.launch.left_work import LeftWork
 from dsv4.launch.recording import Recording
 from dsv4.ops.hyper_connection import HcWeights
@@ -18,6 +22,17 @@ NOTHING_LEFT: dict[str, Argument] = {
     "hc_eps": 0.0,
     "iterations": 0,
 }
+
+# The arguments of a kernel that makes no comb for itself.
+NONE_MADE: dict[str, Argument] = {"hc_eps": 0.0, "iterations": 0}
+
+
+class Comb(NamedTuple):
+    """What a kernel that mixes gets: comb ``[T, M, M]``, or the matrix that it makes comb of."""
+
+    matrix: Tensor
+    defines: Defines
+    arguments: dict[str, Argument]
 
 
 def leave_comb(
@@ -50,3 +65,13 @@ def left_comb(recording: Recording) -> tuple[int, dict[str, Argument]]:
     if not recording.is_settled(unbalanced_TMM):
         return 0, NOTHING_LEFT
     return unbalanced_TMM.shape[1], work.arguments
+
+
+def incoming_comb(recording: Recording, comb_TMM: Tensor) -> Comb:
+    """For the kernel that mixes by ``comb_TMM``, which is recorded next."""
+    work = recording.left()
+    if work is None or storage_key(work.results[0]) != storage_key(comb_TMM):
+        return Comb(comb_TMM, (), NONE_MADE)
+    unbalanced_TMM = work.arguments["unbalanced"]
+    assert isinstance(unbalanced_TMM, Tensor)
+    return Comb(unbalanced_TMM, (("LEFT", 1),), {name: work.arguments[name] for name in NONE_MADE})

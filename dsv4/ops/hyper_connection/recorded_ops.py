@@ -22,7 +22,7 @@ from dsv4.ops.exchange.prefill import PartialSum, sum_of
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare, send_rows
 from dsv4.ops.exchange.words import WordSum, peers_of
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
-from dsv4.ops.hyper_connection.left_comb import leave_comb
+from dsv4.ops.hyper_connection.left_comb import NONE_MADE, incoming_comb, leave_comb
 from dsv4.ops.hyper_connection.seam import (
     Incoming,
     Seam,
@@ -77,7 +77,8 @@ class RecordedOps:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dsv4.ops.hyper_connection.hc_seam``; the streams are written to new memory."""
         share = self._share(recording, streams_TME)
-        found = Incoming(_arrived(recording, y_TE, share), post_TM, comb_TMM)
+        y = _arrived(recording, y_TE, share)
+        found = Incoming(y, post_TM, incoming_comb(recording, comb_TMM))
         seam = checked_seam(streams_TME, found, weights, norm_weight)
         tokens, _, width = streams_TME.shape
         new_streams_TME = recording.empty_like(streams_TME)
@@ -111,11 +112,13 @@ class RecordedOps:
         check_streams(streams_TME)
         share = self._share(recording, streams_TME)
         y = _arrived(recording, y_TE, share)
-        check_incoming(Incoming(y, post_TM, comb_TMM), streams_TME)
+        comb = incoming_comb(recording, comb_TMM)
+        check_incoming(Incoming(y, post_TM, comb), streams_TME)
         _, streams, width = streams_TME.shape
         words = words_of(recording, y)
         count = memory_columns(8, width, is_aligned_result(y) and is_aligned(streams_TME))
-        defines = ("STREAMS", streams), ("COUNT", count), *words.defines, *share.defines
+        of_sum = *comb.defines, *words.defines, *share.defines
+        defines = ("STREAMS", streams), ("COUNT", count), *of_sum
         kernel = Kernel("hyper_connection/hyper_connection_post", "hc_post", defines)
         blocks = ceil_div(width, count * self.post_threads)
         out_TME = recording.empty_like(streams_TME)
@@ -129,8 +132,9 @@ class RecordedOps:
             y=y if isinstance(y, Tensor) else None,
             streams=streams_TME,
             post=post_TM,
-            comb=comb_TMM,
+            comb=comb.matrix,
             out=out_TME,
+            **comb.arguments,
             **words.arguments,
             owner=share.owner,
             width=width,
@@ -148,7 +152,9 @@ class RecordedOps:
         partials = recording.empty((shapes.partial_rows, seam.mixes + 1), torch.float32)
         incoming = seam.incoming
         weights = seam.weights
-        own = words.arguments if shapes.mix_takes == "words" else {"owner": share.owner}
+        of_comb = incoming.comb.arguments if incoming else NONE_MADE
+        of_words = {**words.arguments, **of_comb}
+        own = of_words if shapes.mix_takes == "words" else {"owner": share.owner}
         left_TMM = out.comb if shapes.leaves else None
         unbalanced_TMM = None if left_TMM is None else recording.empty_like(left_TMM)
         recording.launch(
@@ -156,7 +162,7 @@ class RecordedOps:
             y=incoming.y if incoming and isinstance(incoming.y, Tensor) else None,
             streams=seam.streams_TME,
             post=incoming.post if incoming else None,
-            comb=incoming.comb if incoming else None,
+            comb=incoming.comb.matrix if incoming else None,
             fn=weights.fn,
             streams_out=out.streams,
             partials=partials,

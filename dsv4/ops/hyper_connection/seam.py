@@ -16,6 +16,7 @@ from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.ops.exchange.token_share import WHOLE, TokenShare
 from dsv4.ops.exchange.words import NOT_RECEIVED, Words, WordSum, incoming
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
+from dsv4.ops.hyper_connection.left_comb import Comb
 
 # Every lane of Sinkhorn's warp keeps the matrix in registers, 64 of them for 8 streams.
 MAX_STREAMS = 8
@@ -24,12 +25,12 @@ _WARP = 32
 
 class Incoming(NamedTuple):
     """What ``hc_post`` adds to the streams: y ``[T, E]``, which may be on its way from the ranks,
-    post ``[T, M]``, comb ``[T, M, M]``.
+    post ``[T, M]``, comb ``[T, M, M]``, which may be left.
     """
 
     y: Tensor | WordSum
     post: Tensor
-    comb: Tensor
+    comb: Comb
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Seam:
     def older(self) -> tuple[Tensor, ...]:
         """What ``hc_mix`` reads but the incoming y."""
         incoming = self.incoming
-        own = () if incoming is None else (incoming.post, incoming.comb)
+        own = () if incoming is None else (incoming.post, incoming.comb.matrix)
         return self.streams_TME, *own
 
     @property
@@ -139,7 +140,8 @@ def checked_seam(
         check_incoming(incoming, streams_TME)
         # The streams that hc_finish reads are a buffer of the recording, which is aligned.
         mix_aligned = mix_aligned and is_aligned_result(incoming.y)
-        mix_aligned = mix_aligned and is_aligned(incoming.post) and is_aligned(incoming.comb)
+        mix_aligned = mix_aligned and is_aligned(incoming.post)
+        mix_aligned = mix_aligned and is_aligned(incoming.comb.matrix)
     else:
         finish_aligned = finish_aligned and is_aligned(streams_TME)
     return Seam(streams_TME, incoming, weights, norm_weight, mix_aligned, finish_aligned)
@@ -161,7 +163,7 @@ def check_incoming(incoming: Incoming, streams_TME: Tensor) -> None:
     if isinstance(incoming.y, Tensor):
         expect("y_TE", incoming.y, torch.bfloat16, (tokens, width))
     expect("post_TM", incoming.post, torch.float32, (tokens, streams))
-    expect("comb_TMM", incoming.comb, torch.float32, (tokens, streams, streams))
+    expect("comb_TMM", incoming.comb.matrix, torch.float32, (tokens, streams, streams))
 
 
 def is_aligned_result(y: Tensor | WordSum) -> bool:
@@ -229,6 +231,7 @@ def mix_shape(
         ("COUNT", seam.mix_columns(4)),
         ("PER_LANE", per_lane),
         *((("SETTLED", 1),) if settled else ()),
+        *(seam.incoming.comb.defines if seam.incoming else ()),
         *words,
     )
     kernel = Kernel("hyper_connection/hyper_connection", "hc_mix", defines)

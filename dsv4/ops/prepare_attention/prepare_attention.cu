@@ -111,13 +111,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // comb = sinkhorn(unbalanced), of the seam in front of these projections
             constexpr int M = STREAMS ? STREAMS : 1;
             const int first = token * M * M;
-            float kernel[M][M];
-            fill(kernel,
+            float balanced[M][M];
+            fill(balanced,
                  [&](int j, int k) { return fetch_settled(unbalanced + first + j * M + k); });
             pdl_launch();
-            const Comb<M> balanced = sinkhorn(kernel, hc_eps, iterations);
+            sinkhorn(balanced, hc_eps, iterations);
             pdl_wait();
-            balanced.store(comb + first);
+            store_comb(balanced, comb + first);
             return;
         }
     }

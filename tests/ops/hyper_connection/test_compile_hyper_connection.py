@@ -1,7 +1,6 @@
 """Hyper-connection and norm kernels compile for every target without spilling; no GPU needed."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -37,7 +36,13 @@ LAUNCHES = {
     "prefill pre": ("hc_pre", 4096, PRO, 0),
     "prefill head": ("hc_head", 4096, PRO, 0),
 }
-LEAVING = ("finish that leaves", "balance")
+LEAVING = (
+    "finish that leaves",
+    "balance",
+    "seam that balances",
+    "seam that balances many tokens",
+    "post that balances",
+)
 KERNELS = (*NORM, *LAUNCHES, *LEAVING)
 
 
@@ -45,16 +50,32 @@ def kernel(name: str) -> Kernel:
     if name in NORM:
         return Kernel("norm/rms_norm", "rms_norm", NORM[name])
     if name in LEAVING:
-        recording = Recording(HOPPER, 1)
-        streams_TME, weights, norm_weight = arguments("hc_pre", 1, *FLASH)
-        decode.hc_pre(recording, streams_TME, replace(weights, leaves=True), norm_weight)
-        left = recording.left()
-        assert left is not None
-        finish = recording.items[-1]
-        assert isinstance(finish, Launch)
-        return (left if name == "balance" else finish).shape.kernel
+        return leaving(name, 8 if name.endswith("tokens") else 1)
     op, tokens, shape, launch = LAUNCHES[name]
     return record(op, tokens, shape)[launch].shape.kernel
+
+
+def leaving(name: str, tokens: int) -> Kernel:
+    """Of a seam whose comb is left, and of what makes it."""
+    recording = Recording(HOPPER, tokens)
+    _, post_TM, comb_TMM = decode.hc_pre(recording, *arguments("hc_pre", tokens, *FLASH))
+    finish = recording.items[-1]
+    left = recording.left()
+    assert isinstance(finish, Launch)
+    assert left is not None
+    if name in ("finish that leaves", "balance"):
+        return (left if name == "balance" else finish).shape.kernel
+    y_TE, streams_TME, *_, weights, norm_weight = arguments("hc_seam", tokens, *FLASH)
+    recording.call(print)
+    if name == "post that balances":
+        decode.hc_post(recording, y_TE, streams_TME, post_TM, comb_TMM)
+    else:
+        mixing = post_TM, comb_TMM
+        decode.hc_seam(recording, y_TE, streams_TME, *mixing, weights, norm_weight)
+    taker = recording.items[3]
+    assert isinstance(taker, Launch)
+    assert dict(taker.shape.kernel.defines)["LEFT"] == 1
+    return taker.shape.kernel
 
 
 def resources_of(name: str, architecture: str) -> dict[str, tuple[int, int]]:
@@ -90,6 +111,13 @@ def test_decode_weights_are_fetched_before_the_wait() -> None:
     assert len(re.findall(r"LDG\S*\.128\S*\.CONSTANT", before)) == 6
     assert not re.search(r"LDG\S*\.CONSTANT", after)
     assert count(before, "LDG.E") == 6 + 4 + 1 + 4
+
+
+@pytest.mark.parametrize("name", ["seam that balances", "seam that balances many tokens"])
+def test_comb_is_made_before_the_wait(name: str) -> None:
+    before, _, after = sass_of(name).partition("ACQBULK")
+    assert count(before, "MUFU.RCP") >= FLASH[0]
+    assert not count(after, "MUFU.RCP")
 
 
 @pytest.mark.parametrize(("name", "loads"), [("norm", 2), ("finish", 2)])

@@ -1,13 +1,11 @@
-"""comb on the GPU, by whichever launch computes it: the same bits."""
-
-from dataclasses import replace
+"""comb on the GPU, by whichever launch computes it: streams of the same bits."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4.launch.recording import Recording
-from dsv4.ops.hyper_connection.decode import hc_post, hc_pre
+from dsv4.ops.hyper_connection.decode import hc_post, hc_pre, hc_seam
 from dsv4.ops.immediate import PreparedOp
 from dsv4.ops.prepare_attention.decode import prepare_attention
 from tests.ops.gpu import assert_replay_is_eager, poison
@@ -20,28 +18,38 @@ WIDTH = 4096
 STREAMS = 4
 
 
+TAKERS = ("nobody", "post", "seam", "early seam", *RATIOS)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 8])
-@pytest.mark.parametrize("kind", [None, *RATIOS])
+@pytest.mark.parametrize("taker", TAKERS)
 @pytest.mark.parametrize("spread", [1.0, 12.0])
-def test_comb_is_that_of_the_seam(kind: str | None, tokens: int, spread: float) -> None:
-    """``kind``: of the attention whose launch takes it along; None: a launch of its own does it.
-    Spread 12: all 20 iterations change something.
+def test_streams_are_those_of_a_comb_that_is_not_left(
+    taker: str, tokens: int, spread: float
+) -> None:
+    """``taker``: who makes comb: a launch of its own ("nobody"), the kernel that mixes by it, or
+    attention's launch. Spread 12: all 20 iterations change something.
     """
     torch.manual_seed(tokens)
-    weights = seam_weights(STREAMS, WIDTH, spread)
-    norm_weight = normal(WIDTH)
+    seam = seam_weights(STREAMS, WIDTH, spread), normal(WIDTH)
     streams_TME = normal(tokens, STREAMS, WIDTH).bfloat16()
     y_TE = normal(tokens, WIDTH).bfloat16()
     with torch.device("cuda"):
-        attention = None if kind is None else step(kind, 5, tokens, heads=9)
+        attention = step(taker, 5, tokens, heads=9) if taker in RATIOS else None
 
     def sublayer(recording: Recording, y_TE: Tensor, leaves: bool) -> list[Tensor]:
-        of_seam = replace(weights, leaves=leaves)
-        x_TE, post_TM, comb_TMM = hc_pre(recording, streams_TME, of_seam, norm_weight)
-        if attention is not None:
+        recording.traced = not leaves
+        x_TE, post_TM, comb_TMM = hc_pre(recording, streams_TME, *seam)
+        if attention is not None or taker == "early seam":
             recording.call(lambda _: None)
+        if attention is not None:
             prepare_attention(recording, *attention.arguments())
-        return [x_TE, post_TM, comb_TMM, hc_post(recording, y_TE, streams_TME, post_TM, comb_TMM)]
+        if taker == "nobody":
+            recording.call(lambda *_: None, comb_TMM)
+        given = y_TE, streams_TME, post_TM, comb_TMM
+        if taker.endswith("seam"):
+            return [x_TE, *hc_seam(recording, *given, *seam)]
+        return [x_TE, post_TM, comb_TMM, hc_post(recording, *given)]
 
     poison(8 << 20)
     expected = [part.clone() for part in PreparedOp(sublayer, y_TE, False).run()]
