@@ -30,8 +30,9 @@ def run_faulty(target):
         recording = Recording(target, 1)
         addresses = dict.fromkeys(("y", "streams", "post", "comb", "out"))
         words = {"peers": None, "slot": 0, "rank_words": 0, "exchange": 0, "owner": 0}
+        comb = {"hc_eps": 0.0, "iterations": 0}
         sizes = {"tokens": 1, "width": 4096}
-        recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, **words, **sizes)
+        recording.launch(Shape(KERNEL, (4, 1), 64), **addresses, **comb, **words, **sizes)
         Program(recording).run(1)
 
 def faulty(make):

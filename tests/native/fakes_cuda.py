@@ -118,5 +118,6 @@ def _launch_too_many(device: torch.device) -> None:
     )
     addresses = dict.fromkeys(("y", "streams", "post", "comb", "out"))
     words = {"peers": None, "slot": 0, "rank_words": 0, "exchange": 0, "owner": 0, "tokens": 1}
-    recording.launch(Shape(kernel, (4, 1), 4096), **addresses, **words, width=4096)
+    comb = {"hc_eps": 0.0, "iterations": 0}
+    recording.launch(Shape(kernel, (4, 1), 4096), **addresses, **comb, **words, width=4096)
     Program(recording).run(1)
