@@ -127,3 +127,15 @@ def test_two_files_that_disagree_on_the_experts_are_refused(bf16: Path, tmp_path
     message = "expert_dtype: found 'fp4', expected 'fp8' as in hf_quant_config.json$"
     with pytest.raises(UserError, match=message):
         read_declaration(open_checkpoint(folder))
+
+
+def test_two_methods_that_contradict_are_refused(native: Path, tmp_path: Path) -> None:
+    folder = changed_copy(native, tmp_path / "x")
+    separate = folder / "hf_quant_config.json"
+    separate.write_text('{"quantization": {"quant_method": "fp8"}}')
+    assert read_declaration(open_checkpoint(folder)).method == "fp8"
+    separate.write_text('{"quantization": {"quant_method": "modelopt"}}')
+    checkpoint = open_checkpoint(folder)
+    found = "x/config.json: quantization_config: quant_method: found 'fp8', "
+    with pytest.raises(UserError, match=f"{found}expected 'modelopt' as in hf_quant_config.json$"):
+        read_declaration(checkpoint)
