@@ -18,7 +18,7 @@ from dsv4.decode.drafted_decoder import DraftedDecoder
 from dsv4.engine_config import EngineConfig
 from dsv4.engine_inputs import EngineInputs
 from dsv4.errors import UserError
-from dsv4.generation import Request, Run
+from dsv4.generation import Request, Run, check_watch
 from dsv4.launch.compiler import compile_ahead
 from dsv4.layers.values import Watch
 from dsv4.layers.weights import Weights
@@ -219,6 +219,7 @@ class Engine(EngineInputs):
         ``FloatingPointError`` for NaN, ``RuntimeError`` when another call changed the sequence.
         """
         prompt = self._whole(token_ids)
+        check_watch(watch)
         request = Request.checked(
             self.config, prompt, max_new_tokens, sampling, stop_token_ids, prefill_progress
         )

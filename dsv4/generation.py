@@ -7,6 +7,7 @@ from itertools import chain
 
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError, shorten
+from dsv4.layers.values import Watch
 from dsv4.progress import Progress
 from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
@@ -57,6 +58,12 @@ class Request:
     def most_steps(self, max_context: int) -> int:
         """Decode steps until the limit or the context's end: the first token needs none."""
         return min(self.max_new_tokens - 1, max_context - len(self.token_ids))
+
+
+def check_watch(watch: object) -> None:
+    """Raises ``UserError`` for what ``Engine.generate`` cannot show values to."""
+    if watch is not None and not isinstance(watch, Watch):
+        raise UserError(f"watch: found {shorten(watch)}, expected a Watch or None")
 
 
 class Run:

@@ -213,3 +213,8 @@ def test_a_watched_generation_shows_what_a_trace_of_its_tokens_does(engine: Engi
     assert values.keys() == traced.keys()
     for name, rows in values.items():
         assert torch.equal(rows, traced[name]), name
+
+
+def test_a_watch_that_is_none_is_refused_when_it_is_given(engine: Engine) -> None:
+    with pytest.raises(UserError, match="^watch: found 'x', expected a Watch or None$"):
+        engine.generate(IDS, 5, watch="x")  # type: ignore[arg-type]
