@@ -11,7 +11,7 @@ def add_plan_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--plan", action="store_true", help="print the memory plan and stop")
     group.add_argument(
         "--gpu-memory",
-        type=number(0, 10**6, low_included=False),
+        type=number(1e-9, 10**6),
         metavar="GB",
         help="with --plan: the plan for --gpus GPUs of this size, 10^9 bytes as printed on the "
         "box, which need not be there (default: the GPUs of this machine)",

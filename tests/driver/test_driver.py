@@ -272,7 +272,8 @@ def test_plan_of_gpus_that_are_not_there_takes_gigabytes(drive: Drive) -> None:
     assert [row.split()[0] for row in rows] == ["cuda:0", "cuda:1"]
     assert [row.split()[8:10] for row in rows] == [[row.split()[8], "0.750"] for row in rows]
     drive("--gpu-memory", 192).assert_user_error("--gpu-memory", "--plan")
-    drive("--plan", "--gpu-memory", 0).assert_user_error("--gpu-memory", "above 0")
+    for size in (0, "1e-10"):  # Less than a byte.
+        drive("--plan", "--gpu-memory", size).assert_user_error("--gpu-memory: found", "from 1e-09")
 
 
 @pytest.mark.gpu
