@@ -112,7 +112,7 @@ def _which_prompt(index: int, count: int) -> Iterator[None]:
     except ApiError as error:
         if count == 1 or error.param != "prompt":
             raise
-        message = f"prompt[{index}]{str(error).removeprefix('prompt')}"
+        message = f"prompt[{index}]: {str(error).removeprefix('prompt: ')}"
         raise ApiError(error.status, message, error.param, error.code) from None
 
 
