@@ -223,8 +223,9 @@ def _strings(path: Path, name: str, found: object) -> dict[str, str]:
 
 
 def _with_digest(header: bytes, old: str, new: str) -> bytes:
-    """The beginning of a file with another checksum in its place."""
-    return header.replace(f'"sha256":"{old}"'.encode(), f'"sha256":"{new}"'.encode(), 1)
+    """The beginning of a file with another checksum in its place; ``old`` may be any text."""
+    found = f'"sha256":"{old}"'.encode(errors="backslashreplace")
+    return header.replace(found, f'"sha256":"{new}"'.encode(), 1)
 
 
 def _check_digest(path: Path, header: Header, found: str) -> None:

@@ -1,4 +1,4 @@
-"""State files that are whole, but whose tokens are none."""
+"""State files that are whole, but whose tokens or whose checksum is none."""
 
 import hashlib
 import json
@@ -42,3 +42,10 @@ def test_other_tokens_are_refused(tokens: Tensor | None, found: str, tmp_path: P
     message = re.escape(f"x: token_ids: found {found}, expected int64 [T]")
     with pytest.raises(UserError, match=f"{message}$"):
         SavedState.open(state_of(tmp_path / "x", tokens))
+
+
+def test_a_checksum_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    path = state_of(tmp_path / "x", torch.tensor([5, 0, 7]))
+    path.write_bytes(re.sub(rb'"[0-9a-f]{64}"', rb'"\\ud800' + b"0" * 58 + b'"', path.read_bytes()))
+    with pytest.raises(UserError, match=r"x: damaged: its SHA-256 .* expected '\\ud8000*'$"):
+        SavedState.open(path)
