@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,20 @@ import dsv4
 from dsv4.checkpoint.byte_count import counter
 from dsv4.checkpoint.checksum import as_unsigned, checksum, queued_checksum
 from dsv4.checkpoint.index import Checkpoint
-from dsv4.checkpoint.packed_values import Memory, described, known_classes, numbers_in, remade
+from dsv4.checkpoint.packed_values import (
+    Memory,
+    check_numbers,
+    described,
+    known_classes,
+    naming_damage,
+    numbers_in,
+    remade,
+)
 from dsv4.checkpoint.pieces import Piece
-from dsv4.checkpoint.problems import printable
 from dsv4.checkpoint.shard import StoredTensor, read_header
 from dsv4.checkpoint.transfer import Transfer
-from dsv4.checkpoint.writer import (
-    WRITERS,
-    OutputTensor,
-    new_folder,
-    write_json,
-    write_shards,
-)
-from dsv4.errors import UserError
+from dsv4.checkpoint.writer import WRITERS, OutputTensor, new_folder, write_json, write_shards
+from dsv4.errors import UserError, shorten
 from dsv4.json_object import read_json_object
 from dsv4.progress import Progress
 
@@ -85,6 +86,7 @@ class PackedCache:
         }
         self._folder = folder
         self._name = hashlib.sha256(json.dumps([place, packing, ranks]).encode()).hexdigest()[:32]
+        self._ranks = ranks
         self._progress = progress
         self._is_damaged = False
         check_folder(folder)
@@ -107,7 +109,7 @@ class PackedCache:
             with _locked(self._folder, self._name, fcntl.LOCK_SH) as is_locked:
                 if not is_locked or not self._fits():
                     return None
-                packed = _read(self.entry, devices_of, progress)
+                packed = _read(self.entry, self._ranks, devices_of, progress)
         except (OSError, UserError) as error:
             self._is_damaged = True
             _LOG.warning("packed cache: %s; packing again", error)
@@ -224,6 +226,7 @@ def _write(
 
 def _read(
     entry: Path,
+    expected_ranks: int,
     devices_of: Callable[[str], Sequence[torch.device]],
     progress: Progress | None,
 ) -> list[Packed]:
@@ -236,33 +239,28 @@ def _read(
     checksums = body.get("checksums")
     if not isinstance(ranks, list) or not isinstance(checksums, list):
         raise UserError(f"{entry / MANIFEST}: damaged: expected lists of ranks and checksums")
+    if len(ranks) != expected_ranks:
+        raise UserError(f"{entry / MANIFEST}: damaged: expected {expected_ranks} ranks")
     tensors = {
         name: stored
         for file in sorted(entry.glob("*.safetensors"))
         for name, stored in read_header(file).items()
     }
-    devices = {
-        number: devices_of(name)[rank]
-        for rank, packed in enumerate(ranks)
-        for name, value in packed.items()
-        for number in numbers_in(value)
-    }
-    _check_numbers(len(checksums), tensors, map(str, devices), entry=entry)
+    with naming_damage(entry / MANIFEST):
+        devices = {
+            number: devices_of(name)[rank]
+            for rank, packed in enumerate(ranks)
+            for name, value in packed.items()
+            for number in numbers_in(value)
+        }
+    check_numbers(len(checksums), tensors, map(str, devices), entry=entry)
     memory = [
         torch.empty(tensors[str(number)].nbytes, dtype=torch.uint8, device=devices[number])
         for number in range(len(checksums))
     ]
     _fill(memory, tensors, checksums, progress)
-    return [{name: remade(value, memory) for name, value in packed.items()} for packed in ranks]
-
-
-def _check_numbers(checksums: int, *found: Iterable[str], entry: Path) -> None:
-    """Every memory has a checksum, and bytes and views, which ``found`` has by name."""
-    expected = {str(number) for number in range(checksums)}
-    for names in found:
-        if wrong := sorted(expected.symmetric_difference(names)):
-            what = "no" if wrong[0] in expected else "an unexpected"
-            raise UserError(f"{entry}: damaged: found {what} tensor {printable(wrong[0])}")
+    with naming_damage(entry / MANIFEST):
+        return [{name: remade(value, memory) for name, value in packed.items()} for packed in ranks]
 
 
 def _fill(
@@ -289,7 +287,7 @@ def _fill(
         if value != expected:
             raise UserError(
                 f"{tensors[name].file}: tensor {name}: damaged: "
-                f"found checksum {value:016x}, expected {expected:016x}"
+                f"found checksum {value}, expected {shorten(expected)}"
             )
 
 

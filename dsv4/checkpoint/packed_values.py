@@ -2,15 +2,20 @@
 them.
 """
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.problems import printable
 from dsv4.checkpoint.shard import DTYPE_NAMES, TORCH_DTYPES
+from dsv4.errors import UserError
 from dsv4.ops.linear import RowList
 from dsv4.ops.linear.decode_plan import ProductShape
 from dsv4.ops.linear.row_list import FormatRows, ListLaunch, PackedRows
@@ -118,12 +123,33 @@ def remade(described: Any, memory: Sequence[Tensor]) -> Any:
     return _CLASSES[name](**values)
 
 
+def check_numbers(checksums: int, *found: Iterable[str], entry: Path) -> None:
+    """Every memory has a checksum, and bytes and views, which ``found`` has by name."""
+    expected = {str(number) for number in range(checksums)}
+    for names in found:
+        if wrong := sorted(expected.symmetric_difference(names)):
+            what = "no" if wrong[0] in expected else "an unexpected"
+            raise UserError(f"{entry}: damaged: found {what} tensor {printable(wrong[0])}")
+
+
+@contextmanager
+def naming_damage(manifest: Path) -> Iterator[None]:
+    """A description of which nothing can be made as ``UserError``: it may be any JSON, and whatever
+    meets something else than it was made for says so in a way of its own.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        found = f"found {type(error).__name__} ({error})"
+        raise UserError(f"{manifest}: damaged: {found}, expected packed weights") from None
+
+
 def numbers_in(described: Any) -> Iterator[int]:
     """The numbers of the memory that a value views, some more than once."""
     if isinstance(described, dict):
         for kind, part in described.items():
             if kind == "view":
-                yield part[0]
+                yield operator.index(part[0])
             else:
                 yield from numbers_in(part)
     elif isinstance(described, list):

@@ -1,5 +1,6 @@
 """Starts of a checkpoint with packed weights on disk."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from dsv4 import Engine, EngineConfig
+from dsv4.checkpoint import packed_cache
 from dsv4.ops.tables import DirectTable, Table
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -50,3 +52,11 @@ class Starts:
     def entries(self) -> list[Path]:
         """What lies in the cache, but for locks."""
         return sorted(path for path in self.cache.iterdir() if path.suffix != ".lock")
+
+
+def change_body(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """What a manifest says of the tensors, with the SHA-256 that goes with it."""
+    manifest = json.loads(file.read_text())
+    change(manifest["packed"])
+    manifest["sha256"] = packed_cache._digest(manifest["packed"])
+    file.write_text(json.dumps(manifest))

@@ -3,7 +3,6 @@ of other weights, is packed again.
 """
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -31,7 +30,7 @@ from dsv4.ops.tables import CUDA_PACKING
 from dsv4.ops.trees import tensors_in
 from dsv4.parallel.placement import Placement
 from dsv4.weights.quant import QuantFormat, QuantTensor
-from tests.checkpoint.packed_starts import Starts
+from tests.checkpoint.packed_starts import Starts, change_body
 
 CPU = torch.device("cpu")
 
@@ -143,14 +142,6 @@ def cut(file: Path) -> None:
 
 def change_manifest(file: Path) -> None:
     file.write_text(file.read_text().replace('"view"', '"dtype"', 1))
-
-
-def change_body(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """What the manifest says of the tensors, with the SHA-256 that goes with it."""
-    manifest = json.loads(file.read_text())
-    change(manifest["packed"])
-    manifest["sha256"] = module._digest(manifest["packed"])
-    file.write_text(json.dumps(manifest))
 
 
 def without(key: str) -> Callable[[Path], None]:
