@@ -32,6 +32,7 @@ from dsv4.config import ModelConfig
 from dsv4.demo import CHECKPOINT
 from dsv4.engine_config import EngineConfig
 from dsv4.errors import UserError
+from dsv4.limits import MAX_PREFILL_CHUNK
 from dsv4.measure.record_file import write_record
 from dsv4.validate.against import compare_files
 from dsv4.validate.agreement import DEFAULT_THRESHOLD, Agreement, agreement, table
@@ -87,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ops", choices=("auto", "torch", "cuda"), default="auto")
     parser.add_argument(
         "--chunk",
-        type=integer(1),
+        type=integer(1, MAX_PREFILL_CHUNK),
         default=DEFAULT_CHUNK,
         help="tokens per forward; up to 8: decode kernels",
     )
@@ -140,14 +141,18 @@ def token_ids_of(options: argparse.Namespace) -> list[int]:
     if options.random_tokens is None:
         check_unicode(options.prompt, "--prompt")
         ids = load_tokenizer(options.model, config).encode(options.prompt)
-    else:
-        seeded = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (options.random_tokens,), generator=seeded).tolist()
-    if not 0 < len(ids) <= config.max_position_embeddings:
-        flag = "--prompt" if options.random_tokens is None else "--random-tokens"
+        _check_length("--prompt", len(ids), config)
+        return ids
+    # Before they are drawn: the memory would not hold what a mistyped number asks for.
+    _check_length("--random-tokens", options.random_tokens, config)
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (options.random_tokens,), generator=seeded).tolist()
+
+
+def _check_length(flag: str, tokens: int, config: ModelConfig) -> None:
+    if not 0 < tokens <= config.max_position_embeddings:
         expected = f"1 to {config.max_position_embeddings} (max_position_embeddings)"
-        raise UserError(f"{flag}: found {len(ids)} tokens, expected {expected}")
-    return ids
+        raise UserError(f"{flag}: found {tokens} tokens, expected {expected}")
 
 
 def engine_config(options: argparse.Namespace, tokens: int) -> EngineConfig:

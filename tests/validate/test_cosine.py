@@ -108,6 +108,8 @@ def test_a_wrong_swap_is_one_line(swap: str, message: str, capsys: pytest.Captur
         (["--parallel", "tensor", "--swap", "moe=torch"], "--swap: found 'moe=torch' with --par"),
         (["--prompt", ""], "--prompt: found 0 tokens, expected 1 to 8192 (max_position"),
         (["--random-tokens", "8193"], "--random-tokens: found 8193 tokens, expected 1 to 8192"),
+        (["--random-tokens", "9" * 18], f"--random-tokens: found {'9' * 18} tokens, expected 1 to"),
+        (["--chunk", "16385"], "--chunk: found '16385', expected an integer from 1 to 16384"),
         (["--json", "out", "--svg", "./out"], "--svg: out: found the file of --json, expected"),
         (["--json", "out", "--svg", "link"], "--svg: link: found the file of --json, expected"),
         (["--model", ".", "--json", "config.json"], "config.json: found the file of --model"),
