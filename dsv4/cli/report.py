@@ -13,7 +13,7 @@ from dsv4.cli.draft_report import draft_record, draft_summary
 from dsv4.cli.job import Job, Outcome
 from dsv4.cli.stream import parse_answer, text_of
 from dsv4.command.output_file import write_output
-from dsv4.command.streams import say, silence_stdout
+from dsv4.command.streams import say, show, silence_stdout
 from dsv4.encoding import Completion, Tokenizer
 from dsv4.engine import Engine
 from dsv4.measure.provenance import provenance
@@ -40,7 +40,7 @@ def report(job: Job, outcome: Outcome) -> None:
 def report_plan(job: Job, plan: MemoryPlan) -> None:
     """The plan as a table on stdout, and in the ``--json`` file."""
     try:
-        print(plan, flush=True)
+        show(f"{plan}\n")
     except BrokenPipeError:
         silence_stdout()
     if job.arguments.json is not None:

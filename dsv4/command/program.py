@@ -14,7 +14,7 @@ from typing import NoReturn, ParamSpec
 
 from dsv4.command.errors import device_error_types, device_message, user_message
 from dsv4.command.signals import Stopped, StopSignals, stop_code
-from dsv4.command.streams import prepare_streams, say, silence_stdout
+from dsv4.command.streams import prepare_streams, say, show, silence_stdout
 from dsv4.errors import UserError
 
 EXIT_OK = 0
@@ -39,7 +39,7 @@ def command(body: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
         prepare_streams()
         try:
             code = body(*arguments, **named)
-            sys.stdout.flush()
+            show()
         except KeyboardInterrupt as stop:
             if isinstance(stop, Stopped) and stop.number != signal.SIGINT:
                 say(f"ended by {signal.Signals(stop.number).name}")

@@ -37,6 +37,18 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
+def show(text: str = "") -> None:
+    """Text on stdout, with what was written before it, at once. Raises ``OSError`` that names
+    stdout, ``BrokenPipeError`` where its reader has left.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python makes it one of the class that goes with the number.
+        raise OSError(error.errno, error.strerror, "stdout") from None
+
+
 def silence_stdout() -> None:
     """Discards unwritten output, so that the interpreter's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

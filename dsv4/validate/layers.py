@@ -15,6 +15,7 @@ from typing import Any
 
 from dsv4.command.output_file import write_output
 from dsv4.command.program import command, run_program
+from dsv4.command.streams import show
 from dsv4.measure.record_file import write_record
 from dsv4.validate.joined_trace import unequal_lines
 from dsv4.validate.layer_flags import described, make_walk, parse
@@ -97,9 +98,9 @@ def main(argv: list[str] | None = None) -> int:
         walk = make_walk(options, stack)
         for result in walk:
             if not results:
-                print(_HEAD)
+                show(f"{_HEAD}\n")
             results.append(result)
-            print(line(result), flush=True)
+            show(f"{line(result)}\n")
     unequal = {name: value for trace in walk.traces for name, value in trace.unequal.items()}
     for text in (*names_of_one_side(results), *unequal_lines(unequal)):
         print(text)

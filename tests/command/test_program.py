@@ -157,9 +157,10 @@ def test_closed_standard_streams_are_empty_ones(number: int) -> None:
 @pytest.mark.slow
 def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:
-        process = start("print('text')", stdout=full)
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+        process = start("print('text')", stdout=full, env=buffered)
         _, err = process.communicate()
-    assert (process.returncode, err) == (2, "error: No space left on device\n")
+    assert (process.returncode, err) == (2, "error: stdout: No space left on device\n")
 
 
 @pytest.mark.slow

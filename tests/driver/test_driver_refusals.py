@@ -281,8 +281,9 @@ def test_an_error_behind_shown_tokens_is_reported_with_them(
 
 @pytest.mark.slow
 def test_what_stdout_does_not_take_names_it() -> None:
-    command = [sys.executable, ROOT / "single_shot_inference.py", "--quiet", "--prompt", "Hi"]
-    with Path("/dev/full").open("wb") as full:
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert run.returncode == 2
-    assert run.stderr == b"error: stdout: No space left on device\n"
+    for flags in (["--quiet", "--prompt", "Hi"], ["--plan"]):
+        command = [sys.executable, ROOT / "single_shot_inference.py", *flags]
+        with Path("/dev/full").open("wb") as full:
+            run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        assert run.returncode == 2
+        assert run.stderr == b"error: stdout: No space left on device\n"
