@@ -94,8 +94,11 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be read .found something else than a regular"):
             read_json_object(path)
     (tmp_path / "config.json").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"config.json: cannot be read .byte 0 is not UTF-8.$"):
         read_json_object(tmp_path / "config.json")
+    beside = tmp_path / "config.json" / "index.json"
+    with pytest.raises(UserError, match=r"index.json: cannot be read .Not a directory.$"):
+        read_json_object(beside)
 
 
 def test_a_file_beyond_the_largest_size_is_refused_unread(tmp_path: Path) -> None:
