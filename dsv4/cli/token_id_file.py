@@ -38,4 +38,4 @@ def parse_token_ids(raw: bytes, file: str) -> list:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
-        raise UserError(f"--token-ids: {file}: expected token ids, found {problem}") from None
+        raise UserError(f"--token-ids: {file}: not a list of token ids ({problem})") from None

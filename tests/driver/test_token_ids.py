@@ -50,11 +50,11 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"one two", "found 'one' at index 0"),
         (b"1,,2", "found '' at index 1"),
         ("\u0663".encode(), "found '\u0663' at index 0"),
-        (b"[1, 2", "expected token ids, found"),
-        (b"[1] 2", "expected token ids, found"),
-        (b"[" * 100_000, "expected token ids, found"),
-        (b"\xff\xfe", "expected token ids, found"),
-        (b"9" * 5000, "expected token ids, found"),
+        (b"[1, 2", "not a list of token ids ("),
+        (b"[1] 2", "not a list of token ids ("),
+        (b"[" * 100_000, "not a list of token ids ("),
+        (b"\xff\xfe", "not a list of token ids ("),
+        (b"9" * 5000, "not a list of token ids ("),
     ],
 )
 def test_what_is_no_list_of_ids_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
