@@ -92,7 +92,8 @@ def open_socket(host: str, port: int, with_key: bool) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host: {host}: not found ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--host: {host!r}: not found ({reason})") from None
     if not with_key and not ipaddress.ip_address(address[0]).is_loopback:
         raise UserError(f"--host: found {host}, which others reach, expected --api-key-file too")
     bound = socket.socket(family)

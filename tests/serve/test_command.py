@@ -105,7 +105,8 @@ def test_a_signal_between_the_serving_and_the_writing_changes_nothing(
     [
         (["--port", "70000"], "--port: found '70000', expected an integer from 0 to 65535"),
         (["--host", "0.0.0.0"], "--host: found 0.0.0.0, which others reach, expected --api-key"),
-        (["--host", "no such host"], "--host: no such host: not found"),
+        (["--host", "no such host"], "--host: 'no such host': not found (Name or service not"),
+        (["--host", ""], "--host: '': not found (Name or service not known)"),
         (["--api-key-file", "/nonexistent"], "--api-key-file: /nonexistent: cannot be read"),
         (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null: found 0 words, expected one"),
         (["--api-key-file", "/dev/zero"], "--api-key-file: /dev/zero: found more than 1048576 b"),
