@@ -101,14 +101,14 @@ class EngineConfig:
         self._check_folders()
         for field in ("draft_tokens", "draft_weights"):
             if self.draft == "off" and self.__dict__[field] is not None:
-                raise UserError(f"EngineConfig.{field}: found with draft 'off', expected another")
+                found = "found with EngineConfig.draft='off', expected another"
+                raise UserError(f"EngineConfig.{field}: {found}")
         if self.require_native and self.ops != "auto":
-            raise UserError(
-                f"EngineConfig.require_native: found with ops {self.ops!r}, expected 'auto'"
-            )
+            found = f"found with EngineConfig.ops={self.ops!r}, expected 'auto'"
+            raise UserError(f"EngineConfig.require_native: {found}")
         if self.ops == "cuda" and self.compute_dtype != "bfloat16":
             raise UserError(
-                f"EngineConfig.ops: found {self.ops!r} with compute_dtype float32, "
+                f"EngineConfig.ops: found {self.ops!r} with EngineConfig.compute_dtype='float32', "
                 "expected bfloat16"
             )
 

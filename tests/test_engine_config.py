@@ -52,10 +52,19 @@ def test_engine_config_names_the_wrong_field(field: str, value: Any) -> None:
     ("fields", "message"),
     [
         ({"parallel": "tensor", "gpus": 3}, "gpus: found 3 with EngineConfig.parallel='tensor', "),
-        ({"draft": "off", "draft_tokens": 1}, "draft_tokens: found with draft 'off', expected "),
-        ({"draft": "off", "draft_weights": "d"}, "draft_weights: found with draft 'off', expect"),
-        ({"require_native": True, "ops": "torch"}, "require_native: found with ops 'torch', exp"),
-        ({"ops": "cuda", "compute_dtype": "float32"}, "ops: found 'cuda' with compute_dtype flo"),
+        ({"draft": "off", "draft_tokens": 1}, "draft_tokens: found with EngineConfig.draft='off'"),
+        (
+            {"draft": "off", "draft_weights": "d"},
+            "draft_weights: found with EngineConfig.draft='off'",
+        ),
+        (
+            {"require_native": True, "ops": "torch"},
+            "require_native: found with EngineConfig.ops='torch', expected 'auto'",
+        ),
+        (
+            {"ops": "cuda", "compute_dtype": "float32"},
+            "ops: found 'cuda' with EngineConfig.compute_dtype='float32', expected bfloat16",
+        ),
     ],
 )
 def test_fields_that_contradict_one_another_are_refused(

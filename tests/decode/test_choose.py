@@ -183,7 +183,7 @@ def test_cuda_ops_are_for_gpus_and_bfloat16() -> None:
         table_name(EngineConfig(ops="cuda"), (CPU,))
     assert table_name(EngineConfig(ops="cuda"), (GPU,)) == "cuda"
     assert table_name(EngineConfig(), (GPU,)) == "cuda"
-    with pytest.raises(UserError, match="found 'cuda' with compute_dtype float32"):
+    with pytest.raises(UserError, match="found 'cuda' with EngineConfig.compute_dtype='float32'"):
         EngineConfig(ops="cuda", compute_dtype="float32")
 
 

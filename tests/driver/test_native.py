@@ -140,6 +140,6 @@ def test_the_child_is_asked_once(
 def test_devices_without_native_kernels_are_named(drive: Drive) -> None:
     required = (*FLAGS, "--require-native")
     drive(*required).assert_user_error("--require-native: found cpu, expected GPUs")
-    drive(*required, "--ops", "torch").assert_user_error("--require-native: found with ops")
+    drive(*required, "--ops", "torch").assert_user_error("--require-native: found with --ops torch")
     plan = ("--plan", "--gpu-memory", "80", "--require-native")
     drive(*plan).assert_user_error("--require-native: found together with --gpu-memory")
