@@ -152,8 +152,8 @@ def _expert_format(
 
 
 def _check_agreement(quantization: dict[str, Any], separate: dict[str, Any], source: str) -> None:
-    keys = "quant_method quant_algo moe_quant_algo group_size expert_dtype quantized_layers"
-    for key in keys.split():
+    algorithms = "quant_method", "quant_algo", "moe_quant_algo"
+    for key in (*algorithms, "group_size", "expert_dtype", "quantized_layers"):
         if key in quantization and key in separate:
             _check_same(quantization[key], separate[key], f"{source}: {key}")
 
