@@ -72,6 +72,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes requests from now on."""
+        for bound in sockets or ():
+            # Connections that it has ended do not keep the next server from the port.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         say(self._started)
 
@@ -103,6 +106,8 @@ def open_socket(host: str, port: int, with_key: bool) -> socket.socket:
     except OSError as error:
         bound.close()
         raise UserError(f"--port: {host}:{port}: cannot be used ({error.strerror})") from None
+    # Else another server could bind the port while this one loads, and fail once it has loaded too.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return bound
 
 

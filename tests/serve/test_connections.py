@@ -12,6 +12,7 @@ import pytest
 
 from dsv4.serve.answering import PromptRead, Question, Said
 from dsv4.serve.guard import MOST_REQUESTS
+from dsv4.serve.server import open_socket
 from dsv4.serve.service import Service
 from dsv4.serve.worker import Check, Worker
 from tests.serve.running import (
@@ -254,6 +255,16 @@ def test_a_fault_of_the_engine_is_told_and_ends_the_server(demo: Running) -> Non
         with pytest.raises(httpx.TransportError):
             one.wait_until(-1)
     assert failing.fault is fault
+
+
+def test_the_next_server_has_the_port_though_connections_of_the_last_one_have_just_ended(
+    service: Service,
+) -> None:
+    with httpx.Client() as client, running(service) as one:
+        assert client.get(one.url.replace("/v1", "/health")).status_code == 200
+        port = int(one.url.rpartition(":")[2].removesuffix("/v1"))
+    # The system remembers the connection for a minute: its server was the first to close it.
+    open_socket("127.0.0.1", port, False).close()
 
 
 def test_the_end_of_a_server_ends_what_is_under_way_and_what_waits(service: Service) -> None:

@@ -45,3 +45,11 @@ def test_others_may_reach_a_server_that_asks_for_a_key() -> None:
     with pytest.raises(UserError, match="which others reach, expected --api-key-file too"):
         open_socket("0.0.0.0", 0, False)
     open_socket("0.0.0.0", 0, True).close()
+
+
+def test_a_port_is_taken_while_its_server_loads() -> None:
+    with open_socket("127.0.0.1", 0, False) as bound:
+        port = bound.getsockname()[1]
+        with pytest.raises(UserError, match=rf"--port: 127\.0\.0\.1:{port}: cannot be used"):
+            open_socket("127.0.0.1", port, False)
+    open_socket("127.0.0.1", port, False).close()
