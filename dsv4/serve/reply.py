@@ -23,6 +23,9 @@ _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+# JSON may have them in a text, but clients that split a stream into lines as Python splits a text
+# (httpx does) would cut an event there.
+_LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 _LOG = logging.getLogger(__name__)
 
 
@@ -150,7 +153,7 @@ class StreamedReply(Reply):
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False).translate(_LINE_BREAKS)
     return text.encode("utf-8", "backslashreplace")
 
 

@@ -204,6 +204,14 @@ def test_a_reply_is_unicode_whatever_the_folder_of_the_model_is_called() -> None
     assert json.loads(bytes(json_response({"model": "a\udcff"}).body)) == {"model": "a\udcff"}
 
 
+def test_a_reply_is_one_line_also_where_lines_are_split_as_python_does() -> None:
+    """As clients do that read a stream with httpx."""
+    content = {"text": "a\x85b\u2028c\u2029d\x0be\x1cf\r\n"}
+    line = bytes(json_response(content).body).decode()
+    assert line.splitlines() == [line]
+    assert json.loads(line) == content
+
+
 def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
     text = json.dumps(USER)
     plain = httpx.post(f"{demo.url}{CHAT}", content=text, headers={"content-type": "text/plain"})
