@@ -95,7 +95,8 @@ async def _reply(
     if not fields.stream:
         return Reply(service, job, answer)
     options = fields.stream_options
-    return StreamedReply(service, job, answer, options is not None and options.include_usage)
+    with_usage = options is not None and options.include_usage is True
+    return StreamedReply(service, job, answer, with_usage)
 
 
 async def _read_body(request: Request, most: int) -> bytes:

@@ -41,8 +41,8 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     """How an answer is streamed."""
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class CommonFields(Fields):

@@ -248,6 +248,9 @@ def test_fields_that_change_nothing_are_taken(demo: Running) -> None:
     more = {"logit_bias": {}, "seed": None, "tools": None, "stop": None, "tool_choice": "auto"}
     response = demo.post(CHAT, **USER, **fields, **more, max_tokens=1)
     assert response.status_code == 200, response.text
+    options = {"include_usage": None, "include_obfuscation": None}
+    response = demo.post(CHAT, **USER, stream=True, stream_options=options, max_tokens=1)
+    assert (response.status_code, '"usage"' in response.text) == (200, False)
 
 
 def test_fields_of_earlier_answers_are_taken(demo: Running) -> None:
