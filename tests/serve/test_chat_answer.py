@@ -118,6 +118,16 @@ def test_a_stop_string_leaves_what_was_held_back_as_text() -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "ab\n\n<"
 
 
+def test_what_was_held_back_is_told_in_its_order() -> None:
+    """Behind it the parser holds back what might begin a call."""
+    question = Question([1, 2], 9, SamplingParams(), (), frozenset())
+    asked = ChatAsked(question, "chat", [], "", False, False)
+    made = ChatAnswer(asked, "m", Tokenizer(CHECKPOINT))
+    chunks = made.feed(0, Ended("a <", "length"))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("content") for delta in deltas] == ["a ", "<", None]
+
+
 def test_an_answer_and_its_chunks_have_the_fields_of_the_api() -> None:
     """Those too that a client may read and the one of the other tests does not."""
     tokenizer = Tokenizer(CHECKPOINT)
