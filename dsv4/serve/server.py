@@ -1,5 +1,6 @@
 """The server: its socket, its start, and its end, which cancels what is under way."""
 
+import asyncio
 import ipaddress
 import os
 import signal
@@ -21,6 +22,7 @@ from dsv4.serve.app import build_app
 from dsv4.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# So long a client may take to read what its request ends with.
 _ENDING_SECONDS = 10
 
 
@@ -38,7 +40,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=_ENDING_SECONDS,
+            timeout_graceful_shutdown=2 * _ENDING_SECONDS,
         )
         super().__init__(config)
         self.stopped_by: int | None = None
@@ -85,7 +87,13 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Cancels what waits and what is under way: their clients are told, and nothing hangs."""
         await self._service.worker.end()
+        asyncio.get_running_loop().call_later(_ENDING_SECONDS, self._leave_clients)
         await super().shutdown(sockets)
+
+    def _leave_clients(self) -> None:
+        """Gives up connections whose clients do not read: so their requests end."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def open_socket(host: str, port: int, with_key: bool) -> socket.socket:
