@@ -137,6 +137,18 @@ def test_a_call_under_way_is_shown_on_the_status_line() -> None:
     assert out.getvalue().endswith("}\n")
 
 
+def test_every_call_is_counted_by_itself_and_one_that_is_cut_off_leaves_no_status_line() -> None:
+    terminal = Terminal()
+    printer = ChatPrinter(io.StringIO(), "chat", None, StatusLine(terminal, True))
+    printer.feed(CALL[:70])
+    printer.feed(CALL[70:].removesuffix("\n</｜DSML｜tool_calls>"))
+    second = '\n<｜DSML｜invoke name="get_time">\n'
+    printer.feed(second)
+    assert terminal.getvalue().endswith(f"calling get_time: {len(second)} characters")
+    printer.finish(False)
+    assert terminal.getvalue().endswith(ERASE_LINE)
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7])
 def test_pieces_show_the_same_as_the_whole(pieces: int) -> None:
     text = "Because.</think>I look." + CALL
@@ -145,11 +157,13 @@ def test_pieces_show_the_same_as_the_whole(pieces: int) -> None:
     )
 
 
-def test_half_a_marker_is_held_back() -> None:
+def test_half_a_marker_is_held_back_until_the_end() -> None:
     out = io.StringIO()
     printer = ChatPrinter(out, "thinking", None, QUIET)
     printer.feed("Hm.</thi")
     assert out.getvalue() == "<think>\nHm."
+    printer.finish(False)
+    assert out.getvalue() == "<think>\nHm.</thi\n</think>\n"
 
 
 def test_characters_split_over_tokens_are_never_broken(tokenizer: Tokenizer) -> None:
@@ -167,6 +181,8 @@ def test_unfinished_character_and_unknown_token_are_replacement_characters(
     duck = tokenizer.encode("🦆")
     assert text_of(tokenizer, duck[:-1]) == "\ufffd"
     assert text_of(tokenizer, [*duck, tokenizer.vocab_size + 5, *duck]) == "🦆\ufffd🦆"
+    torn = [*duck[:-1], tokenizer.vocab_size + 5, duck[-1]]
+    assert text_of(tokenizer, torn) == "\ufffd\ufffd\ufffd"
 
 
 def test_plain_text_keeps_control_tokens_and_ends_its_line() -> None:
