@@ -55,7 +55,8 @@ def test_json_report_holds_the_whole_run(drive: Drive, checkpoint: Path, tmp_pat
     assert report["timing"]["prefill_tokens"] == len(report["prompt"]["token_ids"])
     assert report["timing"]["decode_tokens"] == 5
     assert report["timing"]["decode_ms_per_token"] > 0
-    assert report["config"]["arguments"]["model"] == str(checkpoint)
+    arguments = report["config"]["arguments"]
+    assert (arguments["model"], arguments["max_tokens"]) == (str(checkpoint), 6)
     assert report["config"]["engine"]["kv_dtype"] == "fp8"
     assert report["config"]["model"]["num_hidden_layers"] == 4
     assert report["config"]["sampling"] == {
@@ -258,7 +259,7 @@ def test_plan_goes_to_the_json_file_as_well(drive: Drive, tmp_path: Path) -> Non
     record = read_json(path)
     (device,) = record["plan"]["devices"]
     assert (record["plan"]["max_context"], record["plan"]["fits"]) == (1000, True)
-    assert (device["device"], device["layers"]) == ("cpu", 4)
+    assert (device["device"], device["layers"], device["fits"]) == ("cpu", 4, True)
     assert device["weight_bytes"] > 0
     assert record["config"]["engine"]["max_context"] == 1000
     assert record["provenance"]["command"]

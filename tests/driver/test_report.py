@@ -1,9 +1,14 @@
-"""The report: rates and the summary line."""
+"""The report: rates, the summary line, and the answer."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dsv4.cli.job import Outcome
-from dsv4.cli.report import summary_line, timing
+from dsv4.cli.report import describe_completion, summary_line, timing
+from dsv4.demo import CHECKPOINT
+from dsv4.encoding import Tokenizer
 from dsv4.run_stats import DraftStats, RunStats
 
 
@@ -15,6 +20,8 @@ def test_rates_follow_from_tokens_and_seconds() -> None:
         "load 1.5 s · prefill 100 tokens 50.0 tok/s · "
         "decode 40 tokens 12.5 ms/token 80.0 tok/s · stop"
     )
+    with_graph = summary_line(measured, "full", "stop")
+    assert with_graph.endswith("12.5 ms/token 80.0 tok/s (cuda graph full) · stop")
 
 
 def test_a_report_has_the_measured_numbers_and_their_rates() -> None:
@@ -80,3 +87,22 @@ def test_an_answer_is_complete_when_the_model_has_ended_it(
 ) -> None:
     outcome = Outcome(finish_reason=finish_reason, stop_string=stop_string)
     assert outcome.complete == complete
+
+
+@pytest.mark.parametrize("call", ["", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f'])
+def test_a_call_that_is_cut_off_is_reported_as_it_was_written(call: str) -> None:
+    tokenizer = Tokenizer(CHECKPOINT)
+    text = f"I look.\n\n{call}" if call else "I look."
+    token_ids = tokenizer.encode(text)
+    job: Any = SimpleNamespace(
+        prompt=SimpleNamespace(thinking_mode="chat", tools=None),
+        eos_token_ids=frozenset((tokenizer.eos_id,)),
+        tokenizer=tokenizer,
+        arguments=SimpleNamespace(stop=()),
+    )
+    outcome = Outcome(token_ids=token_ids, finish_reason="length" if call else "stop")
+    found = describe_completion(job, outcome)
+    assert (found["text"], found["token_ids"], found["logprobs"]) == (text, token_ids, None)
+    assert (found["message"]["content"], found["message"]["tool_calls"]) == ("I look.", [])
+    assert found["cut_off"] == (call or None)
+    assert ("missing_eos" in found["repairs"]) == bool(call)
