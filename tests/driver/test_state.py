@@ -149,9 +149,12 @@ def test_reasoning_that_the_encoder_drops_is_no_part_of_the_state(
     expected = list(engine.generate(ids, 12, SamplingParams(temperature=0), reuse=True))
     assert second["completion"]["token_ids"] == expected
     # Another beginning of the prompt leaves nothing to go on from.
-    effort = ("--reasoning-effort", "max")
-    report = answered(drive, tmp_path, "--prompt", "Hi", *thinking, *effort, "--load-state", state)
+    otherwise = ("--prompt", "Hi", *thinking, "--reasoning-effort", "max", "--load-state", state)
+    report = answered(drive, tmp_path, *otherwise)
     assert f"--load-state: {state}: earlier turns read otherwise" in report["stderr"]
+    assert "read otherwise" not in second["stderr"]
+    quiet = answered(drive, tmp_path, *otherwise, "--quiet")
+    assert (quiet["timing"]["reused_tokens"], quiet["stderr"]) == (0, "")
     assert report["timing"]["reused_tokens"] == 0
     assert report["timing"]["prefill_tokens"] == len(report["prompt"]["token_ids"])
 
