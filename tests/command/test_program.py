@@ -115,6 +115,17 @@ def test_one_signal_or_many_end_a_program_alike(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_to_a_program_that_has_ended_its_work_changes_nothing() -> None:
+    leave = "print('ready', flush=True), time.sleep(0.3), os._exit(code)"
+    process = start(f"import os, dsv4.command.program as p; p.leave = lambda code: ({leave})")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.slow
 def test_a_program_that_does_not_end_is_ended_by_a_later_signal() -> None:
     body = "import dsv4.command.signals as s; s.PATIENCE_SECONDS = 0\n    " + (
         "try: print('ready', flush=True); time.sleep(60)\n"
