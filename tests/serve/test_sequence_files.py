@@ -15,6 +15,7 @@ from dsv4.token_ids import shared_beginning
 UNDOABLE = 2
 A = list(range(20))
 B = list(range(100, 120))
+C = list(range(200, 220))
 
 
 class Reader:
@@ -69,6 +70,32 @@ def test_a_file_that_a_longer_one_has_replaced_is_not_gone_back_to(
     files = [json.loads(file.read_text()) for file in tmp_path.glob(f"*{SUFFIX}")]
     assert sorted(files) == [longer, B]
     assert read(saved, [*A, 5]) == [0]
+    assert caplog.records == []
+
+
+def test_a_file_stays_where_the_longer_one_in_its_place_cannot_be_written(
+    saved: SavedSequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Reader, path: Path) -> None:
+        raise UserError(f"{path}: No space left on device")
+
+    assert read(saved, A, B, [*A, *B]) == [0, 0, len(A)]
+    with monkeypatch.context() as full:
+        full.setattr(Reader, "save_state", refuse)
+        read(saved, C)
+    files = [json.loads(file.read_text()) for file in tmp_path.glob(f"*{SUFFIX}")]
+    assert sorted(files) == sorted([A, B])
+    assert read(saved, [*A, 5]) == [len(A)]
+
+
+def test_a_file_that_another_server_has_removed_goes_without_a_word(
+    saved: SavedSequences, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read(saved, A, B)
+    for file in tmp_path.glob(f"*{SUFFIX}"):
+        file.unlink()
+    read(saved, C, [*C[1:], *C], B)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2
     assert caplog.records == []
 
 

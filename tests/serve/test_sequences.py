@@ -184,6 +184,7 @@ def test_where_reasoning_is_dropped_the_prompt_is_kept_without_its_end(
     assert ask(service, [*turn[:-1], 5, 6], 12, forgets=True)[0] >= len(turn) - 8
     service.answering.keep_sequence()
     assert files(tmp_path) == {second}
+    assert [ask(service, one, forgets=True)[0] for one in (C, [*turn, 5])] == [0, len(turn) - 8]
 
 
 def test_of_a_prompt_that_is_kept_no_more_than_its_end_is_missing(
