@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 from typing import Any
 
 import httpx
@@ -10,7 +9,6 @@ import pytest
 
 from dsv4.serve.asked import completion_questions
 from dsv4.serve.fields import CompletionFields
-from dsv4.serve.reply import json_response
 from tests.serve.running import FRANCE, MODEL, SUM, Running
 
 pytestmark = pytest.mark.slow
@@ -193,23 +191,6 @@ def test_a_body_that_is_no_request(demo: Running, body: bytes, status: int, text
     response = httpx.post(f"{demo.url}{CHAT}", content=body, headers=headers)
     assert response.status_code == status
     assert text in response.json()["error"]["message"]
-
-
-def test_no_reply_has_numbers_that_json_does_not_have() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        json_response({"logprob": math.nan})
-
-
-def test_a_reply_is_unicode_whatever_the_folder_of_the_model_is_called() -> None:
-    assert json.loads(bytes(json_response({"model": "a\udcff"}).body)) == {"model": "a\udcff"}
-
-
-def test_a_reply_is_one_line_also_where_lines_are_split_as_python_does() -> None:
-    """As clients do that read a stream with httpx."""
-    content = {"text": "a\x85b\u2028c\u2029d\x0be\x1cf\r\n"}
-    line = bytes(json_response(content).body).decode()
-    assert line.splitlines() == [line]
-    assert json.loads(line) == content
 
 
 def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
