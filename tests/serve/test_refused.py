@@ -9,6 +9,7 @@ import pytest
 
 from dsv4.serve.asked import completion_questions
 from dsv4.serve.fields import CompletionFields
+from dsv4.serve.worker import Cancelled, Work
 from tests.serve.running import FRANCE, MODEL, SUM, Running
 
 pytestmark = pytest.mark.slow
@@ -193,6 +194,24 @@ def test_a_body_that_is_no_request(demo: Running, body: bytes, status: int, text
     assert text in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON ;a=b"])
+def test_a_body_of_the_largest_size_may_say_more_of_its_kind(demo: Running, kind: str) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'.ljust(1_000_000)
+    response = httpx.post(f"{demo.url}{TEXT}", content=body, headers={"content-type": kind})
+    assert response.status_code == 200, response.text
+
+
+def test_who_is_checked_when_the_end_comes_is_told_of_it(
+    demo: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(_: Work) -> None:
+        raise Cancelled
+
+    monkeypatch.setattr(demo.service.worker, "submit", ended)
+    response = demo.post(TEXT, prompt="a")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutdown")
+
+
 def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
     text = json.dumps(USER)
     plain = httpx.post(f"{demo.url}{CHAT}", content=text, headers={"content-type": "text/plain"})
@@ -209,7 +228,13 @@ def test_other_kinds_of_bodies_paths_methods_and_models(demo: Running) -> None:
     assert all(answer.json()["error"]["message"] for answer in answers)
     assert "Content-Encoding: found 'gzip', expected none" in packed.text
     assert model.json()["error"]["code"] == "model_not_found"
-    assert httpx.get(f"{demo.url}/models/{MODEL}").json()["max_model_len"] == 8192
+
+
+def test_the_model_is_described_as_that_of_the_api(demo: Running) -> None:
+    made = {"created": demo.service.created, "owned_by": "dsv4"}
+    model = {"id": MODEL, "object": "model", **made, "max_model_len": 8192}
+    assert httpx.get(f"{demo.url}/models/{MODEL}").json() == model
+    assert httpx.get(f"{demo.url}/models").json() == {"object": "list", "data": [model]}
 
 
 def test_the_client_raises_its_own_errors(demo: Running) -> None:
