@@ -1,12 +1,14 @@
-"""The signals of a server: which end it, and when one does not wait for the others."""
+"""The signals that end a server, its socket, and its key."""
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dsv4.errors import UserError
-from dsv4.serve.server import Server, open_socket
+from dsv4.serve.server import Server, open_socket, read_api_key, url_of
 
 
 def make_server() -> Server:
@@ -53,3 +55,22 @@ def test_a_port_is_taken_while_its_server_loads() -> None:
         with pytest.raises(UserError, match=rf"--port: 127\.0\.0\.1:{port}: cannot be used"):
             open_socket("127.0.0.1", port, False)
     open_socket("127.0.0.1", port, False).close()
+
+
+def test_a_name_that_cannot_be_one_is_not_found() -> None:
+    with pytest.raises(UserError, match="--host: a{64}: not found"):
+        open_socket("a" * 64, 0, True)
+
+
+def test_an_address_of_ipv6_is_in_brackets() -> None:
+    bound: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
+    assert url_of(bound) == "http://[::1]:80/v1"
+
+
+def test_a_key_is_one_word(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(" se-cret\n")
+    assert read_api_key(file) == "se-cret"
+    file.write_text("se cret\n")
+    with pytest.raises(UserError, match="key: found 2 words, expected one key"):
+        read_api_key(file)
