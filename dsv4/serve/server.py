@@ -22,6 +22,9 @@ from dsv4.serve.app import build_app
 from dsv4.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Longer than clients and proxies keep a connection: a request that goes out while the server closes
+# it is lost.
+_IDLE_SECONDS = 120
 # So long a client may take to read what its request ends with.
 _ENDING_SECONDS = 10
 
@@ -40,6 +43,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=2 * _ENDING_SECONDS,
         )
         super().__init__(config)

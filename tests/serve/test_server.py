@@ -57,6 +57,11 @@ def test_a_port_is_taken_while_its_server_loads() -> None:
     open_socket("127.0.0.1", port, False).close()
 
 
+def test_it_is_not_the_server_that_closes_a_connection_which_is_idle() -> None:
+    """A client would send its next request into it. Go keeps one for 90 seconds."""
+    assert make_server().config.timeout_keep_alive > 90
+
+
 def test_a_name_that_cannot_be_one_is_not_found() -> None:
     with pytest.raises(UserError, match="--host: a{64}: not found"):
         open_socket("a" * 64, 0, True)
