@@ -1,11 +1,17 @@
-"""Replies as JSON that every client can read."""
+"""Replies as JSON that every client can read, and what they say of an error."""
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from dsv4.errors import UserError
+from dsv4.serve.answering import Question, Said
 from dsv4.serve.reply import json_response
+from dsv4.serve.worker import Check, Worker
+from tests.serve.running import Running, running
 
 
 def test_no_reply_has_numbers_that_json_does_not_have() -> None:
@@ -23,3 +29,21 @@ def test_a_reply_is_one_line_also_where_lines_are_split_as_python_does() -> None
     line = bytes(json_response(content).body).decode()
     assert line.splitlines() == [line]
     assert json.loads(line) == content
+
+
+class Refusing:
+    """In the place of the engine: it takes no question."""
+
+    def answer(self, question: Question, check: Check) -> Iterator[Said]:
+        raise UserError("EngineConfig.max_context:\nfound 3")
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_is_told_and_the_server_goes_on(demo: Running) -> None:
+    refusing = replace(demo.service, worker=Worker(2), answering=Refusing())  # type: ignore[arg-type]
+    with running(refusing) as one:
+        for _ in range(2):
+            response = one.post("/completions", prompt="a")
+            message = response.json()["error"]["message"]
+            assert (response.status_code, message) == (500, "--max-context: found 3")
+    assert refusing.fault is None

@@ -138,8 +138,11 @@ def test_a_job_with_nothing_to_say_says_so() -> None:
 def test_the_end_cancels_everything() -> None:
     async def run() -> None:
         worker = Worker(5)
-        jobs = [worker.submit(Gate().work) for _ in range(4)]
+        gate = Gate()
+        jobs = [worker.submit(gate.work) for _ in range(4)]
+        await asyncio.to_thread(gate.begun.wait)
         await worker.end()
+        assert [job.ended for job in jobs] == [True] * 4
         assert [type(job.error) for job in jobs] == [Cancelled] * 4
         with pytest.raises(Cancelled):
             worker.submit(Gate().work)
