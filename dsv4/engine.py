@@ -141,7 +141,7 @@ class Engine(EngineInputs):
             _LOG.info("--parallel tensor decodes one sequence faster, where the model can be cut")
         if opened.steps is not None:
             compile_ahead(opened.steps.kernels(), compiling)
-        table = opened.table if change_table is None else change_table(opened.table)
+        table = opened.changed_table(change_table)
         identity = opened.identity()
         placement = opened.placement
         cache = None

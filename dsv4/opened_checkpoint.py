@@ -22,7 +22,7 @@ from dsv4.checkpoint.packed_cache import PackedCache
 from dsv4.checkpoint.stored_parameters import StoredParameter, find_parameters
 from dsv4.config import ModelConfig
 from dsv4.engine_config import EngineConfig
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.launch.constants import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
 from dsv4.launch.target import Target
 from dsv4.layers.weights import ReadOnce
@@ -139,6 +139,13 @@ class OpenedCheckpoint:
         """Where the checkpoint has a module that nobody asked for, and that cannot run."""
         _LOG.info("drafts: off, the checkpoint's module cannot run: %s", reason)
         return cls.open(path, replace(engine, draft="off", draft_tokens=None), gpu_memory)
+
+    def changed_table(self, change: Callable[[Table], Table] | None) -> Table:
+        """The op table, or what ``change`` makes of it. Raises ``UserError`` unless it is one."""
+        table = self.table if change is None else change(self.table)
+        if not isinstance(table, Table):
+            raise UserError(f"change_table: returned {shorten(table)}, expected an op table")
+        return table
 
     def identity(self) -> Identity:
         """Which weights these are."""

@@ -120,3 +120,14 @@ def test_the_op_table_may_be_changed_on_the_way(tmp_path: Path) -> None:
     engine = Engine.load(tmp_path / "model", config, change_table=change)
     assert len(given) == 1
     assert engine.table is other
+
+
+def test_a_change_that_returns_no_op_table_is_refused(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "model", small_config(), "f32", 0)
+
+    def forgets(_: Table) -> Any:
+        pass
+
+    config = EngineConfig(device="cpu", max_context=64)
+    with pytest.raises(UserError, match="^change_table: returned None, expected an op table$"):
+        Engine.load(tmp_path / "model", config, change_table=forgets)
