@@ -32,9 +32,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     check_prompts_flags(arguments)
     refuse_contradictions(arguments)
     check_plan_flags(arguments)
+    check_chat_flags(arguments)
     if arguments.logprobs is not None and arguments.json is None and arguments.prompts is None:
         raise UserError("--logprobs: found without --json, expected both")
-    check_chat_flags(arguments)
     if arguments.verbose and arguments.quiet:
         raise UserError("--verbose: found together with --quiet, expected one of them")
     refuse_what_has_no_effect(arguments, given_flags(parser, arguments))

@@ -78,6 +78,7 @@ def test_two_slashes_begin_a_message() -> None:
         (("--trace", "x", "--trace-at", "1"), "--trace"),
         (("--trace-at", "1"), "--trace-at"),
         (("--profile",), "--profile"),
+        (("--logprobs", "1"), "--logprobs"),
         (("--prompt-file", "-"), "--prompt-file"),
     ],
 )

@@ -30,6 +30,7 @@ def check_chat_flags(arguments: argparse.Namespace) -> None:
         "--token-ids": arguments.token_ids is not None,
         "--raw": arguments.raw,
         "--json": arguments.json is not None,
+        "--logprobs": arguments.logprobs is not None,
         "--save-state": arguments.save_state is not None,
         "--trace": arguments.trace is not None,
         "--trace-at": bool(arguments.trace_at),
