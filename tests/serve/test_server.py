@@ -63,7 +63,7 @@ def test_it_is_not_the_server_that_closes_a_connection_which_is_idle() -> None:
 
 
 def test_a_name_that_cannot_be_one_is_not_found() -> None:
-    with pytest.raises(UserError, match="--host: a{64}: not found"):
+    with pytest.raises(UserError, match="--host: 'a{64}': not found"):
         open_socket("a" * 64, 0, True)
 
 
