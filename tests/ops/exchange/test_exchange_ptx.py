@@ -14,6 +14,7 @@ from dsv4.launch.target import Target
 from dsv4.ops.exchange import decode, sum_ranks
 from dsv4.ops.exchange.words import WordSum
 from dsv4.ops.hyper_connection import decode as hc_decode
+from dsv4.ops.hyper_connection.left_comb import leave_comb
 from dsv4.parallel.sharding import cut_of
 from dsv4.peers import LOGITS_EXCHANGE, InboxLayout
 from dsv4.weights.parameters import parameters
@@ -171,6 +172,15 @@ def test_a_seam_reads_words_as_it_reads_their_sum(ranks: int) -> None:
         assert torch.equal(found, expected)
 
 
+def test_a_seam_makes_the_comb_that_was_left_beside_words() -> None:
+    room = Room(4, 3)
+    room.push()
+    found = mixed(room, room.words, left=True)
+    for part, expected in zip(found, mixed(room, room.expected, left=True), strict=True):
+        assert torch.equal(part, expected)
+    assert not torch.equal(found[0], mixed(room, room.words)[0])
+
+
 def test_every_token_of_a_block_has_streams_of_its_own() -> None:
     room = Room(4, 3)
     room.push()
@@ -179,13 +189,20 @@ def test_every_token_of_a_block_has_streams_of_its_own() -> None:
     assert not torch.equal(partials, mixed(room, room.expected)[1])
 
 
-def mixed(room: Room, y: Tensor | WordSum, edit: SourceEdit | None = None) -> list[Tensor]:
-    """The streams and the partial sums that ``hc_mix`` writes of y."""
+def mixed(
+    room: Room, y: Tensor | WordSum, edit: SourceEdit | None = None, left: bool = False
+) -> list[Tensor]:
+    """The streams and the partial sums that ``hc_mix`` writes of y. ``left``: comb is to be made of
+    what would be it.
+    """
     given = arguments("hc_seam", 3, 4, WIDTH)
     streams = normal(3, 4, WIDTH, seed=5, dtype=torch.bfloat16)
     recording = room.recording()
+    recording.call(print)
+    if left:
+        leave_comb(recording, torch.empty_like(given[3]), given[3], given[4])
     hc_decode.hc_seam(recording, y, *given[1:])
-    mix = recording.items[0]
+    mix = recording.items[1]
     assert isinstance(mix, Launch)
     partials = mix.arguments["partials"]
     assert isinstance(partials, Tensor)
@@ -193,7 +210,7 @@ def mixed(room: Room, y: Tensor | WordSum, edit: SourceEdit | None = None) -> li
     memory = {
         "streams": streams,
         "post": normal(3, 4, seed=6),
-        "comb": normal(3, 4, 4, seed=7),
+        "comb": normal(3, 4, 4, seed=7).softmax(-1),
         "fn": normal(24, 4 * WIDTH, seed=8),
         **({"y": y} if isinstance(y, Tensor) else {"peers": room.peers.table_P}),
         **dict(zip(("streams_out", "partials"), written, strict=True)),
