@@ -58,6 +58,8 @@ def _recorder(recordings: list[Recording], target: Target) -> Any:
         first = next(tensors_in([list(arguments), list(named.values())]))
         recording = Recording(target, tokens or (first.shape[0] if first.dim() else 1))
         self.result = op(recording, *arguments, **named)
+        for tensor in tensors_in(self.result):
+            recording.keep(tensor)
         recordings.append(recording)
 
     return record

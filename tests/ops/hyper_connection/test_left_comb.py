@@ -10,6 +10,7 @@ from dsv4.launch.items import Item, Launch
 from dsv4.launch.recording import Recording
 from dsv4.ops.hyper_connection import decode, prefill
 from dsv4.ops.prepare_attention.decode import prepare_attention
+from tests.ops.bench_launches import bench_recordings
 from tests.ops.hyper_connection.meta import FLASH, arguments
 from tests.ops.prepare_attention.cases import step
 from tests.ops.recorded import HOPPER, functions
@@ -155,6 +156,13 @@ def test_other_seams_leave_nothing(tokens: int, traced: bool) -> None:
     assert finish.arguments["comb"] is mixing[1]
     leave(recording, mixing, tokens)
     assert kernels(recording)[-2:] == ["hc_finish", "hc_post"]
+
+
+def test_the_benchmark_times_no_launch_that_a_step_does_not_have() -> None:
+    for op in ("hc_pre", "hc_seam"):
+        for name, (recording,) in bench_recordings(HOPPER, op).items():
+            mix = "hc_mix_many" if int(name.split()[1].replace(",", "")) > 8 else "hc_mix"
+            assert kernels(recording) == [mix, "hc_finish"], name
 
 
 def test_a_head_has_nothing_to_leave() -> None:
