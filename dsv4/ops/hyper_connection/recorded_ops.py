@@ -117,7 +117,9 @@ class RecordedOps:
         _, streams, width = streams_TME.shape
         words = words_of(recording, y)
         count = memory_columns(8, width, is_aligned_result(y) and is_aligned(streams_TME))
-        of_sum = *comb.defines, *words.defines, *share.defines
+        early = bool(comb.defines) and recording.is_settled(streams_TME, post_TM, comb.matrix)
+        settled = (("SETTLED", 1),) if early else ()
+        of_sum = *comb.defines, *settled, *words.defines, *share.defines
         defines = ("STREAMS", streams), ("COUNT", count), *of_sum
         kernel = Kernel("hyper_connection/hyper_connection_post", "hc_post", defines)
         blocks = ceil_div(width, count * self.post_threads)

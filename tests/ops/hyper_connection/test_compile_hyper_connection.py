@@ -113,7 +113,9 @@ def test_decode_weights_are_fetched_before_the_wait() -> None:
     assert count(before, "LDG.E") == 6 + 4 + 1 + 4
 
 
-@pytest.mark.parametrize("name", ["seam that balances", "seam that balances many tokens"])
+@pytest.mark.parametrize(
+    "name", ["seam that balances", "seam that balances many tokens", "post that balances"]
+)
 def test_comb_is_made_before_the_wait(name: str) -> None:
     before, _, after = sass_of(name).partition("ACQBULK")
     assert count(before, "MUFU.RCP") >= FLASH[0]

@@ -15,6 +15,8 @@ from tests.ops.hyper_connection.meta import FLASH, arguments
 from tests.ops.prepare_attention.cases import step
 from tests.ops.recorded import HOPPER, functions
 
+Behind = Callable[[Recording, tuple[Tensor, Tensor]], None]
+
 
 @pytest.fixture(autouse=True)
 def on_meta() -> Iterator[None]:
@@ -103,25 +105,28 @@ def test_what_attention_cannot_take_along_the_mix_makes_for_itself() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_the_next_seam_makes_it_for_itself(early: bool) -> None:
+@pytest.mark.parametrize(
+    ("behind", "expected"), [(leave, ["hc_post"]), (go_on, ["hc_mix", "hc_finish"])]
+)
+def test_the_kernel_that_mixes_by_it_makes_it_for_itself(
+    behind: Behind, expected: list[str], early: bool
+) -> None:
     """In front of its wait where something is between the two seams."""
     recording = Recording(HOPPER, 2)
     mixing = enter(recording)
     finish = recording.items[-1]
     if early:
         recording.call(print)
-    go_on(recording, mixing)
-    assert kernels(recording)[2:] == ["hc_mix", "hc_finish"]
-    mix = recording.items[-2]
+    behind(recording, mixing)
+    assert kernels(recording)[2:] == expected
+    mix = recording.items[-len(expected)]
     assert_makes_it(mix, finish)
     assert isinstance(mix, Launch)
     assert dict(mix.shape.kernel.defines).get("SETTLED", 0) == early
 
 
 @pytest.mark.parametrize("behind", [leave, go_on])
-def test_for_an_op_of_torch_a_launch_of_its_own_makes_it(
-    behind: Callable[[Recording, tuple[Tensor, Tensor]], None],
-) -> None:
+def test_for_an_op_of_torch_a_launch_of_its_own_makes_it(behind: Behind) -> None:
     recording = Recording(HOPPER, 2)
     mixing = enter(recording)
     recording.call(print, mixing[1])

@@ -23,7 +23,7 @@ from tests.ptx.nvrtc import SourceEdit
 pytestmark = pytest.mark.slow
 
 STREAMS, WIDTH = 4, 64
-TAKERS = ("nobody", "attention", "post", "seam", "early seam")
+TAKERS = ("nobody", "attention", "post", "early post", "seam", "early seam")
 PREPARE = "prepare_attention.cu"
 POST = "hyper_connection_post.cu"
 MIX = "hyper_connection.cu"
@@ -68,7 +68,7 @@ def mixed(
     recording = Recording(Target(torch.device("cpu"), "sm_90a", 132), tokens, traced=not leaves)
     seam = weights(), torch.ones(WIDTH)
     _, post_TM, comb_TMM = hc_pre(recording, streams(tokens), *seam)
-    if taker in ("attention", "early seam"):
+    if taker == "attention" or taker.startswith("early"):
         recording.call(lambda _: None)
     if taker == "attention":
         prepare_attention(recording, *step("window", 0, tokens, heads=2).arguments())
