@@ -82,11 +82,24 @@ class Comparison:
             besides = ", but ranks differ" if self.unequal else ""
             yield f"every value is above the threshold{besides}"
         else:
-            first = self.first
-            what = "entry" if suffix(first.name) in ENTRY_ROWS else "token"
-            kind = f" ({first.kind})" if first.kind else ""
-            where = f"{first.name}{kind}, {what} {first.first_under}"
-            yield f"first under the threshold: {where}"
+            yield from _first_lines(self.first, self.rows)
+
+
+def _first_lines(first: Agreement, rows: Sequence[Agreement]) -> Iterator[str]:
+    """The first value under the threshold, and the first one in most tokens where it is another:
+    rounding may decide near ties of single tokens before a fault shows.
+    """
+    most = next((row for row in rows if row.fails_in_most), first)
+    if most.factor is not None:
+        yield f"{most.name}: ours is {most.factor:.4g} times theirs"
+    if most is not first:
+        yield f"first in most of its rows: {_name_and_kind(most)}, {most.under} of {most.compared}"
+    what = "entry" if suffix(first.name) in ENTRY_ROWS else "token"
+    yield f"first under the threshold: {_name_and_kind(first)}, {what} {first.first_under}"
+
+
+def _name_and_kind(row: Agreement) -> str:
+    return f"{row.name} ({row.kind})" if row.kind else row.name
 
 
 def compare_files(

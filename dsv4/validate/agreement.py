@@ -22,8 +22,9 @@ class Agreement:
     ``worst_at``: its cosine, less where the lengths differ, 1 − |a − b|² / (|a|² + |b|²).
     ``relative_error`` is max |a − b| / max |b|. Of chosen experts or entries both numbers are the
     share that is on both sides, and there is no error. ``first_under`` is the first token whose
-    number is under the threshold. NaN is under every threshold. Where ``worst_at`` is None nothing
-    was compared, and the numbers mean nothing.
+    number is under the threshold, ``under`` how many are of those ``compared``. NaN is under every
+    threshold. Where ``worst_at`` is None nothing was compared, and the numbers mean nothing.
+    ``factor``: b times it is a but for less than a tenth of what is under the threshold.
     """
 
     name: str
@@ -33,10 +34,20 @@ class Agreement:
     worst_at: int | None
     relative_error: float | None
     first_under: int | None
+    under: int
+    compared: int
+    factor: float | None
 
     @property
     def passes(self) -> bool:
         return self.first_under is None
+
+    @property
+    def fails_in_most(self) -> bool:
+        """Whether more than half of the tokens are under the threshold: rounding decides near ties
+        in fewer.
+        """
+        return 2 * self.under > self.compared
 
 
 class RowComparison:
@@ -54,6 +65,8 @@ class RowComparison:
         self._worst = math.inf
         self._worst_at: int | None = None
         self._first_under: int | None = None
+        self._under = 0
+        self._compared = 0
 
     def add(self, found: Tensor, reference: Tensor, compared_R: Tensor | None = None) -> None:
         """The next rows of both values ``[rows, ...]``; ``compared_R``: bool ``[rows]``, without
@@ -101,7 +114,17 @@ class RowComparison:
             self._worst_at,
             None if chosen else error,
             self._first_under,
+            self._under,
+            self._compared,
+            None if chosen else self._factor(cosine),
         )
+
+    def _factor(self, cosine: float) -> float | None:
+        dot, _, b_square = self._products
+        factor = dot / b_square if b_square else math.nan
+        agreement = 2 * factor / (1 + factor * factor)
+        explained = 10 * (1 - abs(cosine)) < 1 - agreement
+        return factor if agreement < self._threshold and explained else None
 
     def _add_products(self, more_3: Tensor, factor: float = 1.0) -> None:
         """Adds to a·b, |a|² and |b|² times ``factor``."""
@@ -117,6 +140,8 @@ class RowComparison:
                 self._worst = value
                 self._worst_at = self._rows + at
             under = (~(agreements_R >= self._threshold)).nonzero()
+            self._under += len(under)
+            self._compared += int((agreements_R != math.inf).sum())
             if self._first_under is None and len(under):
                 self._first_under = self._rows + int(under[0])
         self._rows += len(agreements_R)
@@ -181,8 +206,8 @@ def agreement(
 
 
 def table(rows: list[Agreement]) -> str:
-    """The rows as text: those under the threshold are marked with their first token, and a value of
-    which no row was compared has no numbers.
+    """The rows as text: those under the threshold are marked with their first token and how many
+    there are, and a value of which no row was compared has no numbers.
     """
     width = max([10, *(len(row.name) for row in rows)])
     head = (
@@ -195,7 +220,8 @@ def _line(row: Agreement, width: int) -> str:
     if row.worst_at is None:
         return f"{row.name:<{width}} {row.kind:<5} {'no rows':>11}"
     error = "" if row.relative_error is None else f"{row.relative_error:.2e}"
-    mark = "" if row.passes else f"  under the threshold from {row.first_under}"
+    counts = f"{row.under} of {row.compared}"
+    mark = "" if row.passes else f"  under the threshold from {row.first_under}: {counts}"
     numbers = f"{row.cosine:>11.8f} {row.worst_token:>12.8f} {row.worst_at:>7} {error:>11}"
     return f"{row.name:<{width}} {row.kind:<5} {numbers}{mark}".rstrip()
 

@@ -180,7 +180,7 @@ class Walk:
                 comparison.add(found[name], theirs[name])
             row = comparison.result(name, kind, is_choice)
             if is_choice and row.cosine >= self.choices:
-                row = replace(row, first_under=None)
+                row = replace(row, first_under=None, under=0)
             rows.append(row)
         return rows
 

@@ -22,12 +22,15 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def row_of(line: str) -> tuple[str, str, str, tuple[str, ...]]:
     """Name, kind and mark of a row, and its numbers where they are shares of choices. Rounding,
-    which is another machine's, decides the numbers of other values.
+    which is another machine's, decides the numbers of other values, how many are under the
+    threshold among them.
     """
     name, kind, *rest = line.split()
     numbers, _, mark = " ".join(rest).partition("under")
     choices = name.endswith(("experts", "entries"))
-    return name, kind, mark, tuple(numbers.split()) if choices else ()
+    if not choices:
+        return name, kind, mark.partition(":")[0], ()
+    return name, kind, mark, tuple(numbers.split())
 
 
 @pytest.mark.slow

@@ -217,6 +217,16 @@ def test_values_without_a_shared_id_have_no_number() -> None:
     assert found.worst_token == pytest.approx(0.8)
 
 
+def test_a_factor_that_leaves_an_error_of_its_size_is_none() -> None:
+    reference = torch.tensor([[30.0, 40.0], [1.0, 1.0]])
+    assert agreement("", "", 2 * reference, reference).factor == pytest.approx(2)
+    assert agreement("", "", 1.01 * reference, reference).factor is None
+    apart = reference + torch.tensor([[4.0, 0.0], [0.0, 0.0]])
+    found = agreement("", "", apart, reference)
+    assert not found.passes
+    assert found.factor is None
+
+
 def test_a_value_without_rows_has_no_numbers_in_the_table() -> None:
     nothing = agreement("layers.2.attn.compressed", "HCA", torch.zeros(0, 3), torch.zeros(0, 3))
     assert nothing.passes
@@ -225,10 +235,10 @@ def test_a_value_without_rows_has_no_numbers_in_the_table() -> None:
 
 def test_the_table_marks_what_fails_and_from_where() -> None:
     rows = [
-        Agreement("layers.0.attn.q", "SWA", 1.0, 0.99995, 3, 1e-4, None),
-        Agreement("layers.0.router.experts", "SWA", 0.5, 0.0, 2, None, 1),
+        Agreement("layers.0.attn.q", "SWA", 1.0, 0.99995, 3, 1e-4, None, 0, 4, None),
+        Agreement("layers.0.router.experts", "SWA", 0.5, 0.0, 2, None, 1, 3, 4, None),
     ]
     head, good, bad = table(rows).splitlines()
     assert "worst token" in head
     assert good.split() == ["layers.0.attn.q", "SWA", "1.00000000", "0.99995000", "3", "1.00e-04"]
-    assert bad.endswith("under the threshold from 1")
+    assert bad.endswith("under the threshold from 1: 3 of 4")

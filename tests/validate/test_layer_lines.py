@@ -18,7 +18,8 @@ from tests.validate.trace_files import random, write
 
 def row(value: str, worst_token: float) -> Agreement:
     under = None if worst_token >= 0.999 else 0
-    return Agreement(f"layers.1.{value}", "SWA", worst_token, worst_token, 0, 0.0, under)
+    name = f"layers.1.{value}"
+    return Agreement(name, "SWA", worst_token, worst_token, 0, 0.0, under, 0, 1, None)
 
 
 def test_nan_is_the_least_of_all_values() -> None:
@@ -68,7 +69,7 @@ def test_layers_stand_below_one_head_and_the_record_says_what_was_compared(
 
 
 def test_choices_have_the_colour_of_their_own_limit() -> None:
-    share = Agreement("layers.1.router.experts", "SWA", 0.97, 0.5, 0, None, None)
+    share = Agreement("layers.1.router.experts", "SWA", 0.97, 0.5, 0, None, None, 0, 1, None)
     under = replace(share, name="layers.1.indexer.entries", cosine=0.9, first_under=0)
     result = LayerResult(1, "SWA", 8, 0.0, [share, under, row("streams", 1.0)], [], [])
     marks = cosine_svg(points([result]), 0.999).partition("<g>")[2].splitlines()
