@@ -12,7 +12,7 @@ from typing import Any
 
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.config_dialects import compress_ratios
-from dsv4.errors import UserError
+from dsv4.errors import UserError, shorten
 from dsv4.json_object import JsonReader
 from dsv4.layers.values import value_names
 from dsv4.validate.agreement import Agreement, RowComparison, align, table
@@ -155,7 +155,11 @@ def compare_traces(
 def _expect_common(found: Set[str], reference: JoinedTrace) -> list[str]:
     names = common_names(found, reference.names)
     if not names:
-        raise UserError(f"{reference.path}: found no value that both traces have")
+        hint = ""
+        if found and reference.names and not found & reference.names:
+            ours = min(found, key=execution_order)
+            hint = f", {shorten(min(reference.names))} but no name as {ours!r} (docs/traces.md)"
+        raise UserError(f"{reference.path}: found no value that both traces have{hint}")
     return names
 
 
@@ -165,12 +169,16 @@ def expect_shape(name: str, trace: JoinedTrace, shape: list[int], source: str) -
     """
     found = trace.shape(name)
     by_id = suffix(name) in (*CHOSEN, *ALIGNED)
+    where = f"{trace.path}: {name}"
+    if found != shape and math.prod(found) == math.prod(shape) and not by_id:
+        hint = "transpose or reshape it where it is written"
+        raise UserError(f"{where}: found {found}, expected {shape} as in {source}; {hint}")
     if found[0] != shape[0]:
         expected = f"{shape[0]} rows as in {source}"
-        raise UserError(f"{trace.path}: {name}: found {found[0]}, expected {expected}")
+        raise UserError(f"{where}: found {found[0]}, expected {expected}")
     if (len(found), by_id or found) != (len(shape), by_id or shape):
         expected = f"{shape} as in {source}"
-        raise UserError(f"{trace.path}: {name}: found {found}, expected {expected}")
+        raise UserError(f"{where}: found {found}{trace.join_note(name)}, expected {expected}")
 
 
 def expect_shape_of_choices(name: str, trace: JoinedTrace) -> None:

@@ -110,6 +110,10 @@ class JoinedTrace:
                 self._note(name, (ranks[0], rank), joined, part)
         return joined[..., : self._columns(name, joined.shape[-1])]
 
+    def join_note(self, name: str) -> str:
+        """Words for an error about the shape of a value that ranks hold; none of a lone file."""
+        return f" (join: {self._rule(name)})" if len(self.files) > 1 else ""
+
     def _rule(self, name: str) -> str:
         rule = next(rule for pattern, rule in self._rules if fnmatchcase(name, pattern))
         if isinstance(rule, str) and re.fullmatch(r"equal|sum|concat:(-?[1-9])", rule):
