@@ -3,7 +3,9 @@ that a folder which is none shows before the engine has run.
 """
 
 import os
+import re
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tests.hooks.loading import config_folder, load_hook, stub_distributed
+from tests.hooks.loading import config_folder, load_hook, read_joined, stub_distributed
+from tests.source_rules import ROOT
 
 
 def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +139,32 @@ def test_a_file_has_the_mode_that_new_files_have_or_that_it_had(
     path.chmod(0o640)
     writer.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_the_lines_for_a_dump_write_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of docs/traces.md, run as it stands."""
+    page = (ROOT / "docs/traces.md").read_text(encoding="utf-8")
+    section = page.partition("## Values from a dump")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    hook = load_hook("trace_writer", monkeypatch)
+    monkeypatch.setitem(sys.modules, "trace_writer", hook)
+    monkeypatch.chdir(tmp_path)
+    q = torch.randn(6, 4, 8)
+    kv = torch.randn(6, 8).half()
+    streams = torch.randn(6, 4, 16)
+    given = {
+        "torch": torch,
+        "model_folder": config_folder(tmp_path / "tiny"),
+        "head_dim": 8,
+        "token_ids": torch.tensor([3, 5, 7, 1, 0, 9], dtype=torch.int32),
+        "dump": {"blk.3.q": q.flatten(1), "blk.3.kv": kv.T, "blk.3.out": streams[None]},
+    }
+    exec(block[1], given)
+    found = read_joined([tmp_path / "theirs.safetensors"], [3, 5, 7, 1, 0, 9])
+    expected = {"layers.3.attn.q": q, "layers.3.attn.kv": kv, "layers.3.streams": streams}
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }
