@@ -237,6 +237,6 @@ def _number(file: TraceFile, key: str, alone: bool) -> int:
         return 0 if key == "rank" else 1
     least = 0 if key == "rank" else 1
     if text is None or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        expected = f"a number from {least}"
+        expected = f"a number from {least} in the metadata of a rank's file (docs/traces.md)"
         raise UserError(f"{file.path}: {key}: found {shorten(text)}, expected {expected}")
     return int(text)

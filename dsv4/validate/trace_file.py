@@ -38,7 +38,8 @@ class TraceFile:
         self.metadata: dict[str, str] = self._file.metadata() or {}
         found = self.metadata.get("format")
         if found != FORMAT:
-            raise UserError(f"{path}: format: found {found!r}, expected {FORMAT!r}")
+            where = "in the metadata (docs/traces.md)"
+            raise UserError(f"{path}: format: found {found!r}, expected {FORMAT!r} {where}")
         self._all = frozenset(self._file.keys())
         for name in self._all:
             if not name.isprintable():

@@ -160,7 +160,7 @@ def test_a_common_value_may_be_on_some_ranks_only(tmp_path: Path, stack: ExitSta
             [{"rank": rank, "ranks": "2"} for rank in ("0", "1", "5")],
             "2.safetensors: rank: found 5, expected below 2",
         ),
-        ([{}, {}], "0.safetensors: ranks: found None, expected a number"),
+        ([{}, {}], "0.safetensors: ranks: found None, expected a number from 1 in the metadata"),
         ([{"rank": "x", "ranks": "1"}], "rank: found 'x', expected a number"),
         ([{"ranks": "0"}], "ranks: found '0', expected a number from 1"),
         ([{"format": "mine"}], "format: found 'mine', expected 'dsv4-trace/1'"),
@@ -214,7 +214,11 @@ def test_wrong_tokens_are_one_line(
     [
         (["positions"], {"format": "dsv4-trace/1"}, "token_ids: not in the file"),
         (["token_ids"], {"format": "dsv4-trace/1"}, "positions: not in the file"),
-        (["token_ids", "positions"], None, "format: found None, expected 'dsv4-trace/1'"),
+        (
+            ["token_ids", "positions"],
+            None,
+            "format: found None, expected 'dsv4-trace/1' in the metadata (docs/traces.md)",
+        ),
     ],
 )
 def test_what_every_trace_has_and_a_file_lacks_is_one_line(
