@@ -72,6 +72,7 @@ def test_an_unfinished_character_is_shown_only_by_flush(tokenizer: Tokenizer) ->
 
 def test_an_added_token_after_an_unfinished_character_is_whole(tokenizer: Tokenizer) -> None:
     first = next(token for token in range(128000) if tokenizer.token_bytes(token) == b"\xf0")
+    assert tokenizer.decode([128822, first]) == "</think>\ufffd"
     assert pieces(tokenizer, [first, 128822]) == ["", "\ufffd</think>", ""]
 
 
@@ -91,7 +92,7 @@ def test_decoding_work_does_not_grow_with_the_text(
 
 
 def test_unknown_ids_and_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
-    for token in (129280, -1, 2**40):
+    for token in (129280, -1, 2**32, 2**40):
         with pytest.raises(ValueError, match=f"token id {token} is not in the vocabulary"):
             tokenizer.decode([token])
     with pytest.raises(ValueError, match="lone surrogate at character 1"):

@@ -181,6 +181,26 @@ def test_dropout_of_the_file_is_ignored(tmp_path: Path) -> None:
     assert Tokenizer(write_small(tmp_path, model=model)).encode("ab") == [len(VOCAB)]
 
 
+def test_a_model_that_knows_no_dropout_is_used(tmp_path: Path) -> None:
+    model = {"type": "Unigram", "vocab": [[token, -1.0] for token in VOCAB], "unk_id": A}
+    assert Tokenizer(write_small(tmp_path, model=model)).encode("a b") == [A, SPACE, B]
+
+
+def test_added_tokens_and_symbols_of_no_byte_are_text(tmp_path: Path) -> None:
+    """é and Ġ would be symbols of bytes within a token of the vocabulary."""
+    symbol, added = len(VOCAB), len(VOCAB) + 1
+    token = {**SMALL["added_tokens"][0], "content": "<éĠ>", "id": added}
+    small = Tokenizer(
+        write_small(
+            tmp_path,
+            model={**SMALL["model"], "vocab": {**VOCAB, "▁": symbol}},
+            added_tokens=[*SMALL["added_tokens"], token],
+        )
+    )
+    assert small.encode("a<éĠ>") == [A, added]
+    assert small.decode([A, added, symbol]) == "a<éĠ>▁"
+
+
 def test_the_fewest_tokens_of_a_text_are_found_without_encoding_it(tmp_path: Path) -> None:
     small = Tokenizer(write_small(tmp_path))
     longest = max(len(token.encode()) for token in CONTROL)
