@@ -1,6 +1,7 @@
-"""Pieces of files, in no order, and the memory that they go to."""
+"""Pieces of files, in no order or many, the memory that they go to, and who counts them."""
 
 import random
+import time
 from pathlib import Path
 
 import torch
@@ -24,3 +25,26 @@ def shuffled_pieces(files: list[Path], device: torch.device = CPU) -> list[Piece
             offset += nbytes
     random.Random(0).shuffle(pieces)
     return pieces
+
+
+def assert_filled(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        expected = piece.file.read_bytes()[piece.offset : piece.offset + piece.nbytes]
+        assert piece.shares[0].target.cpu().numpy().tobytes() == expected
+
+
+class Reports:
+    """Counts spans slowly enough for whatever is to stop them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, nbytes: int) -> None:
+        self.count += 1
+        time.sleep(0.005)
+
+
+def long_transfer(files: list[Path]) -> list[Piece]:
+    """1,000 spans."""
+    files[1].write_bytes(bytes(100_000))
+    return [Piece.whole(files[1], 100 * at, memory(100)) for at in range(1000)]

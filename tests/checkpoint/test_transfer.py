@@ -5,25 +5,21 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import pytest
 import torch
 
-from dsv4.checkpoint import to_gpus
 from dsv4.checkpoint import transfer as module
 from dsv4.checkpoint.background_reads import open_sequential
 from dsv4.checkpoint.pieces import Piece, Share
 from dsv4.checkpoint.transfer import Transfer, transfer
 from dsv4.errors import UserError
-from tests.checkpoint.folders import CPU
-from tests.checkpoint.lanes_on_the_cpu import put_lanes_on_the_cpu
-from tests.checkpoint.shuffled import memory, shuffled_pieces
+from tests.checkpoint.shuffled import Reports, assert_filled, long_transfer, memory, shuffled_pieces
 
 READERS = 3
 
@@ -31,12 +27,6 @@ READERS = 3
 @pytest.fixture(autouse=True)
 def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STAGING_BYTES", 100)
-
-
-def assert_filled(pieces: list[Piece]) -> None:
-    for piece in pieces:
-        expected = piece.file.read_bytes()[piece.offset : piece.offset + piece.nbytes]
-        assert piece.shares[0].target.cpu().numpy().tobytes() == expected
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 4990), (49, 100), (9, 500), (499, 10), (71, 70)])
@@ -122,83 +112,6 @@ def test_missing_and_short_files_are_one_line(files: list[Path]) -> None:
         transfer([Piece.whole(files[1], 4950, memory(100))], lambda _: None)
     with pytest.raises(UserError, match=r"/a: truncated: found 5000 bytes, expected at least 6100"):
         transfer([Piece.whole(files[1], 6000, memory(100))], lambda _: None)
-
-
-@pytest.fixture(params=[True, False], ids=["by table", "by torch"])
-def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Transfer]:
-    """``Transfer`` as to GPUs, with and without a kernel for them, which copies to the CPU."""
-    by_table: bool = request.param
-
-    class Copying(Transfer):
-        def __enter__(self) -> Self:
-            self._devices = [CPU]
-            return super().__enter__()
-
-    put_lanes_on_the_cpu(monkeypatch, by_table)
-    monkeypatch.setattr(to_gpus, "_new_streams", lambda _: nullcontext([]))
-    monkeypatch.setattr(to_gpus, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    return Copying
-
-
-def threads_of_loads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("dsv4-load")]
-
-
-def test_one_thread_copies_what_others_read(files: list[Path], copier: type[Transfer]) -> None:
-    for _ in range(20):
-        pieces = shuffled_pieces(files) + shuffled_pieces(files)
-        named = [piece._replace(name=str(at % 7)) for at, piece in enumerate(pieces)]
-        filled: list[str] = []
-        read: list[int] = []
-        with copier(named, read.append, filled.append, READERS) as moving:
-            moving.wait("3")
-            assert_filled([piece for piece in named if piece.name == "3"])
-        assert sorted(filled) == sorted({piece.name for piece in named if piece.nbytes})
-        assert_filled(pieces)
-        assert sum(read) == 2 * 2 * 5000
-        assert threads_of_loads() == []
-
-
-@pytest.mark.parametrize("readers", [1, READERS])
-def test_errors_of_readers_of_the_copier_and_beside_them_end_all(
-    files: list[Path], tmp_path: Path, copier: type[Transfer], readers: int
-) -> None:
-    broken = Piece.whole(tmp_path / "0", 0, memory(1))
-    reports = Reports()
-    with (
-        pytest.raises(UserError, match="0: cannot be read"),
-        copier([*long_transfer(files), broken], reports, readers=readers),
-    ):
-        pass
-    assert threads_of_loads() == []
-
-    def fail(nbytes: int) -> None:
-        if reports.count % 10 == 9:
-            raise BrokenPipeError(32, "Broken pipe")
-        reports(nbytes)
-
-    with pytest.raises(BrokenPipeError), copier(long_transfer(files), fail, readers=readers):
-        pass
-    with pytest.raises(ZeroDivisionError), copier(long_transfer(files), reports, readers=readers):
-        _ = 1 // int(reports.count > len(files) * 100_000)
-    assert threads_of_loads() == []
-
-
-class Reports:
-    """Counts spans slowly enough for whatever is to stop them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, nbytes: int) -> None:
-        self.count += 1
-        time.sleep(0.005)
-
-
-def long_transfer(files: list[Path]) -> list[Piece]:
-    """1,000 spans."""
-    files[1].write_bytes(bytes(100_000))
-    return [Piece.whole(files[1], 100 * at, memory(100)) for at in range(1000)]
 
 
 def test_first_error_ends_the_other_threads(files: list[Path], tmp_path: Path) -> None:
