@@ -89,3 +89,13 @@ def test_errors_of_readers_of_the_copier_and_beside_them_end_all(
     with pytest.raises(ZeroDivisionError), copier(long_transfer(files), reports, readers=readers):
         _ = 1 // int(reports.count > len(files) * 100_000)
     assert threads_of_loads() == []
+
+
+def test_what_is_being_read_when_no_span_is_left_arrives(
+    files: list[Path], copier: type[Transfer]
+) -> None:
+    """A lone span: nothing is copied yet when the last one begins to be read."""
+    piece = Piece.whole(files[0], 0, memory(100))
+    with copier([piece], lambda _: None):
+        pass
+    assert_filled([piece])
