@@ -14,6 +14,12 @@ def test_attributes_without_quotes_or_with_single_ones_are_read(quote: str) -> N
     assert completion.repairs == ("opening_tag_variant",)
 
 
+def test_the_damage_of_an_opening_tag_alone_is_told() -> None:
+    completion = parse(f"\n\n{OPEN.replace('｜', '|')}{CALL}{CLOSE}{EOS}", "chat")
+    assert calls(completion) == [("f", {"a": "x"})]
+    assert completion.repairs == ("ascii_bars",)
+
+
 def test_a_slash_behind_the_marker_closes() -> None:
     text = f"\n\n{OPEN}{CALL}{CLOSE}{EOS}".replace("</｜DSML｜", "<｜DSML｜/")
     completion = parse(text, "chat")
@@ -55,9 +61,10 @@ def test_a_value_that_nothing_ends_keeps_the_tags_that_it_quotes() -> None:
 
 
 @pytest.mark.parametrize("half", ["<｜DS", "<｜end▁of", "</｜DSML｜to", "｜DSM"])
-def test_half_a_marker_is_left_out_and_told(half: str) -> None:
-    completion = parse(f"a {half}", "chat")
-    assert (texts(completion), completion.cut_off) == (("", "a "), half)
+@pytest.mark.parametrize("text", ["a ", "a\n\n"])
+def test_half_a_marker_is_left_out_and_told(half: str, text: str) -> None:
+    completion = parse(f"{text}{half}", "chat")
+    assert (texts(completion), completion.cut_off) == (("", text), half)
     assert completion.repairs == ("half_marker", "missing_eos")
 
 

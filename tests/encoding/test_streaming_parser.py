@@ -156,6 +156,7 @@ def test_text_is_shown_as_soon_as_it_cannot_be_a_marker() -> None:
     assert parser.feed("c") == [ContentDelta("\n\nc")]
     assert parser.feed("\n\n<｜DSML｜") == []
     assert text_of(parser.feed("no tag"), ContentDelta) == "\n\nno tag"
+    assert parser.feed(" d\n\n<｜DSML｜inv") == [ContentDelta(" d")]
 
 
 def test_a_tool_call_is_announced_and_its_arguments_follow_one_by_one() -> None:

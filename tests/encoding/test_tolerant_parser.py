@@ -45,6 +45,8 @@ def test_long_names_are_read(name: str) -> None:
     [
         ("r</think>half an ans", "r", "half an ans"),
         ("half a thou", "half a thou", ""),
+        ("r</think>if a <", "r", "if a <"),
+        ("r</think>a line\n\n", "r", "a line\n\n"),
         ("", "", ""),
     ],
 )
@@ -227,9 +229,13 @@ def test_stray_think_tags() -> None:
     assert texts(parse(f"</think>b{EOS}", "chat")) == ("", "b")
     assert texts(parse(f"r</think>a</think>b{EOS}")) == ("r", "ab")
     assert parse(f"<think>r</think>a{EOS}").repairs == ("stray_think_open",)
+    again = parse(f"</think><think>a{EOS}")
+    assert (texts(again), again.repairs) == (("", "a"), ("stray_think_open",))
     assert texts(parse(f"<think>r</think>a{EOS}")) == ("r", "a")
     begun = parse(f"a<｜begin▁of▁sentence｜>b{EOS}", "chat")
     assert (texts(begun), begun.repairs) == (("", "ab"), ("stray_control_token",))
+    first = parse(f"<｜begin▁of▁sentence｜>a{EOS}", "chat")
+    assert (texts(first), first.repairs) == (("", "a"), ("stray_control_token",))
 
 
 def test_reasoning_in_chat_mode_is_told_apart() -> None:
