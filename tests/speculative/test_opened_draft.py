@@ -168,6 +168,16 @@ def test_the_plan_of_a_gpu_counts_what_the_module_takes(kind: MtpKind, folders: 
     assert device.state_bytes - plain.state_bytes > 4 * 7 * 256
 
 
+def test_a_classic_module_makes_more_drafts_than_it_was_trained_for(folders: Path) -> None:
+    """Trained for one, it takes the memory of seven whatever is asked."""
+    asked = EngineConfig(max_context=64, draft_weights=str(folders / "classic"))
+    few, many = (
+        Engine.plan(folders / "main", dataclasses.replace(asked, draft_tokens=count), 10**11)
+        for count in (1, 7)
+    )
+    assert many.devices == few.devices
+
+
 @pytest.mark.parametrize("kind", ["classic", "dspark"])
 def test_several_gpus_take_a_copy_of_the_embedding(kind: MtpKind) -> None:
     config = ModelConfig.from_dict(raw_config(kind))
