@@ -19,6 +19,7 @@ from dsv4.checkpoint.writer import (
     write_shards,
 )
 from dsv4.config import ModelConfig
+from dsv4.errors import UserError
 from dsv4.weights.parameters import MtpKind, Parameter, parameters, shown_mtp
 from dsv4.weights.quant import QuantTensor
 
@@ -54,7 +55,10 @@ def write_draft(
     ``KeyError`` for a module that is not whole.
     """
     config = ModelConfig.from_dict(raw_config)
-    kind, stages = shown_mtp(weights) or ("classic", 1)
+    shown = shown_mtp(weights)
+    if shown is None:
+        raise UserError("weights: found no mtp.* parameters, expected those of a draft module")
+    kind, stages = shown
     declared = declare(raw_config, layout, Dialect.NATIVE, config.num_hidden_layers)
     own = {
         name: parameter

@@ -178,6 +178,13 @@ def test_a_classic_module_makes_more_drafts_than_it_was_trained_for(folders: Pat
     assert many.devices == few.devices
 
 
+def test_weights_without_a_module_make_no_folder(tmp_path: Path) -> None:
+    weights = synthetic_weights(ModelConfig.from_dict(raw_config(None)), "bf16", 1, lambda _: CPU)
+    with pytest.raises(UserError, match=r"^weights: found no mtp\.\* parameters, expected"):
+        write_draft(tmp_path / "draft", raw_config(None), "bf16", weights)
+    assert not (tmp_path / "draft").exists()
+
+
 @pytest.mark.parametrize("kind", ["classic", "dspark"])
 def test_several_gpus_take_a_copy_of_the_embedding(kind: MtpKind) -> None:
     config = ModelConfig.from_dict(raw_config(kind))
