@@ -20,7 +20,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import UserError
 from dsv4.weights.parameters import Role, parameters
 from dsv4.weights.quant import QuantTensor
-from tests.checkpoint.folders import CPU, as_bytes
+from tests.checkpoint.folders import CPU, as_bytes, read_tensors
 
 CONFIG = ModelConfig.from_dict(tiny_config())
 
@@ -91,3 +91,10 @@ def test_a_written_folder_has_shards_of_the_asked_size(tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in (tmp_path / "x").glob("*.safetensors")]
     assert len(sizes) > 1
     assert max(sizes) < 500_000
+
+
+def test_input_scales_that_nobody_has_measured_are_one(nvfp4_all: Path) -> None:
+    tensors = read_tensors(nvfp4_all)
+    scales = [tensor for name, tensor in tensors.items() if name.endswith(".input_scale")]
+    assert scales
+    assert all(scale.dtype == torch.float32 and scale.item() == 1 for scale in scales)
