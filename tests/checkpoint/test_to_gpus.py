@@ -3,14 +3,17 @@
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Self
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
 
 from dsv4.checkpoint import to_gpus
 from dsv4.checkpoint import transfer as module
-from dsv4.checkpoint.pieces import Piece
+from dsv4.checkpoint.background_reads import BackgroundReads
+from dsv4.checkpoint.pieces import Piece, Span
+from dsv4.checkpoint.staging import TABLE_BYTES
 from dsv4.checkpoint.transfer import Transfer
 from dsv4.errors import UserError
 from tests.checkpoint.folders import CPU
@@ -92,10 +95,44 @@ def test_errors_of_readers_of_the_copier_and_beside_them_end_all(
 
 
 def test_what_is_being_read_when_no_span_is_left_arrives(
-    files: list[Path], copier: type[Transfer]
+    files: list[Path], copier: type[Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lone span: nothing is copied yet when the last one begins to be read."""
+    """A lone span, whose read takes longer than the first look at it."""
+    finished = BackgroundReads.finished
+    looks = iter([False])
+
+    def later(reads: BackgroundReads, seconds: float) -> list[int]:
+        return finished(reads, seconds) if next(looks, True) else []
+
+    monkeypatch.setattr(BackgroundReads, "finished", later)
     piece = Piece.whole(files[0], 0, memory(100))
     with copier([piece], lambda _: None):
         pass
     assert_filled([piece])
+
+
+def test_a_buffer_is_not_free_before_its_last_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several devices, the last of which is late: its bytes would be those of another span."""
+    monkeypatch.setattr(to_gpus, "_pinned", memory)
+    nbytes = 2 * TABLE_BYTES
+    late = [False]
+    events = [
+        SimpleNamespace(query=lambda: True, synchronize=lambda: None),
+        SimpleNamespace(query=lambda: late[0], synchronize=lambda: None),
+    ]
+    room: list[int] = []
+    lanes: Any = SimpleNamespace(queue=lambda span, buffer: events)
+    reads: Any = SimpleNamespace(
+        begin=lambda slot, file, offset, into: room.append(into.nbytes),
+        finished=lambda seconds: [0],
+    )
+    arrived: list[Span] = []
+    moving = to_gpus._Moving(lanes, reads, nbytes, 1, arrived.extend)
+    span = Span(Path("a"), 0, nbytes, ())
+    moving.begin(span)
+    moving.go_on()
+    moving.go_on()
+    assert (room, arrived, moving.is_busy) == ([nbytes], [], True)
+    late[0] = True
+    moving.go_on()
+    assert (arrived, moving.is_busy) == ([span], False)
