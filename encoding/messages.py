@@ -37,7 +37,9 @@ class ToolCall:
 
 @dataclass
 class Message:
-    """One message. User and tool messages have `blocks`, all others have `content`."""
+    """One message. User and tool messages have `blocks`, all others have `content`. `where` names
+    it in errors; a merged user turn, in which nothing can be wrong any more, has none.
+    """
 
     role: str
     content: str = ""
@@ -48,6 +50,7 @@ class Message:
     reasoning: str = ""
     task: str | None = None
     wo_eos: bool = False
+    where: str = ""
 
 
 def to_json(value: object, where: str) -> str:
@@ -102,6 +105,7 @@ def _parse_message(message: object, where: str) -> Message:
         response_format=message.get("response_format"),
         task=task,
         wo_eos=bool(wo_eos),
+        where=where,
     )
     content = content_text(message.get("content"), f"{where}.content")
     if role == "user":

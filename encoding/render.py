@@ -128,7 +128,7 @@ def _other_role(message: Message) -> list[Piece]:
         case "latest_reminder":
             return [Piece(LATEST_REMINDER), Piece(message.content, "data")]
     raise ValueError(
-        f"unknown role {message.role!r:.80}, "
+        f"{message.where}: unknown role {message.role!r:.80}, "
         "expected system, user, assistant, tool, developer or latest_reminder"
     )
 
@@ -137,14 +137,16 @@ def _instructions(message: Message) -> list[Piece]:
     """Text of a system or developer message, its tools and its response format."""
     pieces = [Piece(message.content, "data")]
     if message.tools:
-        schemas = "\n".join(to_json(tool, f"tool {tool['name']!r}") for tool in message.tools)
+        schemas = "\n".join(
+            to_json(tool, f"{message.where}: tool {tool['name']!r}") for tool in message.tools
+        )
         pieces += [
             Piece("\n\n" + _TOOLS_BEFORE_SCHEMAS),
             Piece(schemas, "data"),
             Piece(_TOOLS_AFTER_SCHEMAS),
         ]
     if message.response_format:
-        schema = to_json(message.response_format, "response_format")
+        schema = to_json(message.response_format, f"{message.where}.response_format")
         pieces += [Piece("\n\n" + _RESPONSE_FORMAT), Piece(schema, "data")]
     return pieces
 

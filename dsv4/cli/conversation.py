@@ -47,9 +47,7 @@ class Conversation:
         try:
             encode_messages(self.messages, "chat")
         except ValueError as error:
-            # The encoder names the place of most faults by itself.
-            place = "notes." if str(error).startswith("messages") else "notes.messages: "
-            raise UserError(f"{asked_by}: {self.saved.path}: {place}{error}") from None
+            raise UserError(f"{asked_by}: {self.saved.path}: notes.{error}") from None
         return self.messages
 
 

@@ -95,7 +95,7 @@ def test_wrong_notes_are_named(
 
 @pytest.mark.parametrize(
     ("role", "message"),
-    [("king", "notes.messages: unknown role 'king'"), (5, r"notes.messages\[0\].role is 5")],
+    [("king", r"notes.messages\[0\]: unknown role 'king'"), (5, r"notes.messages\[0\].role is 5")],
 )
 def test_messages_that_cannot_be_encoded_are_named(
     read: Callable[..., Conversation], role: object, message: str

@@ -35,7 +35,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"messages": []}, "messages: found no messages, expected a question or the result of"),
         (
             {"messages": [{"role": "pirate"}]},
-            "messages: unknown role 'pirate', expected system, user",
+            "messages: messages[0]: unknown role 'pirate', expected system, user",
         ),
         (
             {"messages": [{"role": "user", "content": "\ud800"}]},

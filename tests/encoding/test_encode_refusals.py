@@ -22,7 +22,8 @@ CYCLE.append(CYCLE)
         ({"role": "user"}, "messages is dict, expected a list"),
         (["hi"], r"messages\[0\] is str"),
         ([HI, {"content": "x"}], r"messages\[1\].role is None"),
-        ([{"role": "robot", "content": "x"}], "unknown role 'robot'"),
+        ([{"role": "robot", "content": "x"}], r"messages\[0\]: unknown role 'robot'"),
+        ([HI, HI, {"role": "robot"}], r"messages\[2\]: unknown role 'robot'"),
         ([{"role": "developer", "content": ""}], r"messages\[0\].content is missing or empty"),
         ([{"role": "developer"}], r"messages\[0\].content is missing or empty"),
         ([{"role": "latest_reminder"}], r"messages\[0\].content is missing"),
@@ -49,11 +50,11 @@ CYCLE.append(CYCLE)
         ),
         (
             [{"role": "system", "tools": [{"function": {"name": "f", "x": {1}}}]}],
-            "tool 'f' cannot be written as JSON",
+            r"messages\[0\]: tool 'f' cannot be written as JSON",
         ),
         (
             [{"role": "system", "response_format": CYCLE}],
-            "response_format cannot be written as JSON",
+            r"messages\[0\].response_format cannot be written as JSON",
         ),
         ([{"role": "assistant", "tool_calls": {}}], "tool_calls is dict"),
         ([{"role": "assistant", "tool_calls": ["f"]}], r'tool_calls\[0\] has no object "function"'),
