@@ -1,7 +1,8 @@
 """Work that one launch leaves to a later one, off the way on which the step waits.
 
-A launch may leave a part of its results undone. A later one that has room takes it along. Where
-none does, a launch of its own does it, in front of the first item that gets such a result.
+A launch may leave a part of its results undone. A later one that has room takes it along, or who
+needs such a result makes it for itself. Where neither is so, a launch of its own does it, in front
+of the first item that gets the result.
 """
 
 from collections.abc import Sequence

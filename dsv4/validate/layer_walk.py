@@ -34,9 +34,9 @@ Input = Literal["own", "reference", "trace"]
 
 
 class Computed(NamedTuple):
-    """The values of a layer; ``choices``: the experts and entries that the reference would have
-    chosen, where it followed those of the other side; ``only_theirs``: names of values that the
-    other side lacks.
+    """The values of a layer; ``choices``: the experts and entries that this side would have chosen,
+    where it followed those of the other one; ``only_theirs``: names of values that the other side
+    lacks.
     """
 
     values: Values
@@ -46,6 +46,12 @@ class Computed(NamedTuple):
 
 class Reference(Protocol):
     """The other side."""
+
+    def choices(self, layer: int) -> Values:
+        """The experts and entries of a layer that torch ops are to follow, by name; none: it
+        follows them, or they are not known.
+        """
+        ...
 
     def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """The values of a layer on what it is given; ``found``: those of this engine, computed with
@@ -79,14 +85,13 @@ class TorchReference:
     layers: EngineLayers
     chunk: int | None
 
+    def choices(self, layer: int) -> Values:
+        """See ``Reference``."""
+        return {}
+
     def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """See ``Reference``."""
-        prefix = f"layers.{layer}."
-        followed = FollowedChoices(found[prefix + EXPERTS], found.get(prefix + ENTRIES))
-        loaded = self.layers.load(layer)
-        following = replace(loaded, table=DirectTable(loaded.table.packing, followed.ops))
-        values = following.run(given, self.chunk or chunk)
-        return Computed(values, {prefix + name: ids for name, ids in followed.own().items()})
+        return _run_following(self.layers.load(layer), layer, given, found, self.chunk or chunk)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,11 @@ class TraceReference:
     """The layers of a trace, which has what ``expect_values_of`` asks for."""
 
     trace: JoinedTrace
+
+    def choices(self, layer: int) -> Values:
+        """See ``Reference``."""
+        names = [f"layers.{layer}.{name}" for name in (EXPERTS, ENTRIES)]
+        return {name: whole_value(self.trace, name) for name in names if name in self.trace.names}
 
     def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """See ``Reference``."""
@@ -155,16 +165,19 @@ class Walk:
             kind = kind_of(self.found.source.config, layer)
             for chunk in self.chunks:
                 started = time.perf_counter()
-                own = loaded.run(given, chunk)
+                own, choices, _ = _run(loaded, layer, given, self.reference.choices(layer), chunk)
                 expected = self.reference.run(layer, given, own, chunk)
-                rows = self._compare(kind, own, expected)
+                rows = self._compare(kind, own, expected, choices)
                 seconds = time.perf_counter() - started
                 only_ours = sorted(own.keys() - {row.name for row in rows}, key=execution_order)
                 sides = (only_ours, expected.only_theirs)
                 yield LayerResult(layer, kind, chunk, seconds, rows, *sides)
                 left = own if self.input != "reference" else expected.values
 
-    def _compare(self, kind: str, found: Values, expected: Computed) -> list[Agreement]:
+    def _compare(
+        self, kind: str, found: Values, expected: Computed, choices: Values
+    ) -> list[Agreement]:
+        """``choices``: those that this engine would have made where it followed the other side."""
         rows = []
         for name in common_names(found.keys(), expected.values.keys()):
             ids = ids_of(name)
@@ -173,7 +186,8 @@ class Walk:
             comparison = RowComparison(self.choices if is_choice else self.threshold)
             theirs = expected.values
             if is_choice:
-                comparison.add_chosen(found[name], expected.choices.get(name, theirs[name]))
+                own = choices.get(name, found[name])
+                comparison.add_chosen(own, expected.choices.get(name, theirs[name]))
             elif ids is not None:
                 comparison.add(*align(found[name], found[ids], theirs[name], theirs[ids]))
             else:
@@ -200,6 +214,26 @@ class Walk:
         """Of the streams."""
         config = self.found.source.config
         return len(self.token_ids), config.hc_mult, config.hidden_size
+
+
+def _run(loaded: OneLayer, layer: int, given: Given, choices: Values, chunk: int) -> Computed:
+    """Recorded ops follow nobody."""
+    if choices and isinstance(loaded.table, DirectTable):
+        return _run_following(loaded, layer, given, choices, chunk)
+    return Computed(loaded.run(given, chunk), {})
+
+
+def _run_following(
+    loaded: OneLayer, layer: int, given: Given, choices: Values, chunk: int
+) -> Computed:
+    """Torch ops that follow the experts and entries among ``choices``."""
+    assert isinstance(loaded.table, DirectTable)
+    prefix = f"layers.{layer}."
+    theirs = choices.get(prefix + EXPERTS), choices.get(prefix + ENTRIES)
+    followed = FollowedChoices(*theirs, loaded.table.ops)
+    following = replace(loaded, table=DirectTable(loaded.table.packing, followed.ops))
+    values = following.run(given, chunk)
+    return Computed(values, {prefix + name: ids for name, ids in followed.own().items()})
 
 
 def expect_values_of(trace: JoinedTrace, layers: range, config: ModelConfig) -> None:

@@ -39,6 +39,10 @@ class TransformersLayers:
         self._config._attn_implementation = "eager"
         self._config._experts_implementation = "eager"
 
+    def choices(self, layer: int) -> Values:
+        """See ``Reference``."""
+        return {}
+
     @torch.inference_mode()
     def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         """The streams after the layer, of all tokens in one step. See ``Reference``."""

@@ -1,5 +1,6 @@
 """Ops that follow somebody's choices: alone, and as each of several ranks computes its part."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -44,6 +45,21 @@ def test_the_given_experts_compute_and_the_own_ones_are_kept() -> None:
     assert not torch.equal(own.ids_TP, GIVEN_TP)
     assert not torch.equal(found.y_TE, own.y_TE)
     assert torch.equal(followed.own()[EXPERTS], own.ids_TP)
+
+
+@pytest.mark.parametrize("wrong", [[1, 1], [0, EXPERT_COUNT], [-1, 3]])
+def test_ids_that_name_no_experts_are_not_followed(wrong: list[int]) -> None:
+    given_TP = GIVEN_TP.clone()
+    given_TP[3] = torch.tensor(wrong)
+    found = mixture(FollowedChoices(given_TP, None).ops.moe, None).ids_TP
+    assert torch.equal(found[3], mixture(moe, None).ids_TP[3])
+    others = [0, 1, 2, 4]
+    assert torch.equal(found[others], GIVEN_TP[others])
+
+
+def test_another_number_of_experts_is_not_followed() -> None:
+    followed = FollowedChoices(torch.tensor([[0, 1, 2]]).repeat(TOKENS, 1), None)
+    assert torch.equal(mixture(followed.ops.moe, None).ids_TP, mixture(moe, None).ids_TP)
 
 
 def test_ranks_follow_the_same_choices() -> None:

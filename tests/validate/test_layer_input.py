@@ -3,6 +3,8 @@ read.
 """
 
 import json
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.ops.tables import DirectTable
+from dsv4.validate.followed_choices import ENTRIES, EXPERTS, FollowedChoices
+from dsv4.validate.layer_flags import make_walk, parse
 from dsv4.validate.layer_shapes import layer_shape
 from dsv4.validate.layers import main
 from dsv4.validate.names import ALIGNED, CHOSEN, layer_of, suffix
+from dsv4.validate.one_layer import Given
 from tests.validate.small_model import SMALL, TOKENS
 from tests.validate.trace_files import write
 
@@ -35,6 +41,39 @@ def test_a_layer_reads_what_the_trace_left(
         for row in layer["rows"]
     ]
     assert {row["worst_token"] for row in rows} == {1.0}
+
+
+OTHER = {
+    "router.experts": lambda ids_K: (ids_K + 1) % SMALL["n_routed_experts"],
+    "indexer.entries": lambda ids_K: ids_K.masked_fill(ids_K == 0, -1),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_torch_ops_follow_the_choices_of_a_trace(
+    model: Path, trace_file: Path, name: str, tmp_path: Path
+) -> None:
+    """Near ties: its last token has other ones, with all that follows from them."""
+    whole = load_file(trace_file)
+    chosen = f"layers.3.{name}"
+    other = whole[chosen].clone()
+    other[-1] = OTHER[name](other[-1])
+    flags = [*arguments(model, "3", trace_file), "--input", "reference"]
+    with ExitStack() as stack:
+        layer = make_walk(parse(flags, None), stack).found.load(3)
+    experts, entries = (other if name == one else None for one in (EXPERTS, ENTRIES))
+    followed = FollowedChoices(experts, entries)
+    following = replace(layer, table=DirectTable(layer.table.packing, followed.ops))
+    values = following.run(Given(TOKENS, whole["layers.3.attn_hc.streams"]), 8)
+    path = write(tmp_path / "a.safetensors", {**whole, **values}, len(TOKENS))
+    record = tmp_path / "found.json"
+    flags = [*arguments(model, "3", path), "--input", "reference", "--json", str(record)]
+    assert main([*flags, "--choices", "0.9"]) == 0
+    (found,) = json.loads(record.read_text())["layers"]
+    worst = {row["name"]: row["worst_token"] for row in found["rows"]}
+    assert worst.pop(chosen) < 1
+    assert set(worst.values()) == {1.0}
+    assert main([*flags, "--choices", "1"]) == 1
 
 
 def test_a_trace_without_streams_leaves_nothing_for_the_next_layer(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import TORCH
-from dsv4.validate import followed_choices, layer_flags
+from dsv4.validate import layer_flags
 from dsv4.validate.layer_flags import make_walk, parse
 from dsv4.validate.layer_walk import Computed
 from dsv4.validate.one_layer import Given, Values
@@ -27,7 +27,7 @@ def test_a_fault_of_short_steps_is_found_though_the_reference_has_it_too(
 ) -> None:
     faulty = replace(TORCH, sparse_attention=wrong_in_short_steps)
     monkeypatch.setattr(layer_flags, "table_on", lambda *_: direct(faulty))
-    monkeypatch.setattr(followed_choices, "TORCH", faulty)
+    monkeypatch.setattr(layer_flags, "torch_table", lambda _: direct(faulty))
     flags = ["--device", "cpu", "--model", str(model), "--layers", "0", "--tokens", "16"]
     options = parse([*flags, "--chunk", "8", "--chunk", "16"], None)
     with ExitStack() as stack:
@@ -42,6 +42,9 @@ class Multiplied:
 
     given: list[Tensor] = field(default_factory=list)
     left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def choices(self, layer: int) -> Values:
+        return {}
 
     def run(self, layer: int, given: Given, found: Values, chunk: int) -> Computed:
         name = f"layers.{layer}.streams"
