@@ -64,7 +64,7 @@ def result(tokens: int) -> Tensor:
 def mixed(
     tokens: int, taker: str, leaves: bool = True, edit: SourceEdit | None = None
 ) -> list[Tensor]:
-    """post and the streams behind the sublayer."""
+    """post, the streams behind the sublayer and, where a launch writes it, comb."""
     recording = Recording(Target(torch.device("cpu"), "sm_90a", 132), tokens, traced=not leaves)
     seam = weights(), torch.ones(WIDTH)
     _, post_TM, comb_TMM = hc_pre(recording, streams(tokens), *seam)
@@ -80,7 +80,8 @@ def mixed(
     else:
         made_TME = hc_post(recording, *given)
     real = execute(recording, tokens, edit)
-    return [real(post_TM), real(made_TME)]
+    written = [comb_TMM] if taker in ("nobody", "attention") else []
+    return [real(part) for part in (post_TM, made_TME, *written)]
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -91,8 +92,11 @@ def test_streams_are_those_of_a_comb_that_is_not_left(taker: str, tokens: int) -
         assert torch.equal(part, own)
     _, post_TM, comb_TMM = torch_hc_pre(streams(tokens), weights(), torch.ones(WIDTH))
     made_TME = torch_hc_post(result(tokens), streams(tokens), post_TM, comb_TMM)
-    torch.testing.assert_close(found[0], post_TM, rtol=5e-5, atol=1e-7)
-    torch.testing.assert_close(found[1], made_TME, rtol=2**-7, atol=1e-3)
+    post, made, *written = found
+    torch.testing.assert_close(post, post_TM, rtol=5e-5, atol=1e-7)
+    torch.testing.assert_close(made, made_TME, rtol=2**-7, atol=1e-3)
+    for comb in written:
+        torch.testing.assert_close(comb, comb_TMM, rtol=5e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
