@@ -163,31 +163,31 @@ class Walk:
             given = Given(list(self.token_ids), streams_TME.to(self.dtype), self.position)
             loaded = self.found.load(layer)
             kind = kind_of(self.found.source.config, layer)
+            choices = self.reference.choices(layer)
             for chunk in self.chunks:
                 started = time.perf_counter()
-                own, choices, _ = _run(loaded, layer, given, self.reference.choices(layer), chunk)
-                expected = self.reference.run(layer, given, own, chunk)
-                rows = self._compare(kind, own, expected, choices)
+                own = _run(loaded, layer, given, choices, chunk)
+                expected = self.reference.run(layer, given, own.values, chunk)
+                rows = self._compare(kind, own, expected)
                 seconds = time.perf_counter() - started
-                only_ours = sorted(own.keys() - {row.name for row in rows}, key=execution_order)
+                compared = {row.name for row in rows}
+                only_ours = sorted(own.values.keys() - compared, key=execution_order)
                 sides = (only_ours, expected.only_theirs)
                 yield LayerResult(layer, kind, chunk, seconds, rows, *sides)
-                left = own if self.input != "reference" else expected.values
+                left = own.values if self.input != "reference" else expected.values
 
-    def _compare(
-        self, kind: str, found: Values, expected: Computed, choices: Values
-    ) -> list[Agreement]:
-        """``choices``: those that this engine would have made where it followed the other side."""
+    def _compare(self, kind: str, own: Computed, expected: Computed) -> list[Agreement]:
         rows = []
-        for name in common_names(found.keys(), expected.values.keys()):
+        found = own.values
+        theirs = expected.values
+        for name in common_names(found.keys(), theirs.keys()):
             ids = ids_of(name)
             is_choice = suffix(name) in CHOSEN
             # A share over all tokens under ``choices`` has a token under it.
             comparison = RowComparison(self.choices if is_choice else self.threshold)
-            theirs = expected.values
             if is_choice:
-                own = choices.get(name, found[name])
-                comparison.add_chosen(own, expected.choices.get(name, theirs[name]))
+                sides = (side.choices.get(name, side.values[name]) for side in (own, expected))
+                comparison.add_chosen(*sides)
             elif ids is not None:
                 comparison.add(*align(found[name], found[ids], theirs[name], theirs[ids]))
             else:
