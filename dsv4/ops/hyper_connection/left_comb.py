@@ -16,15 +16,9 @@ from dsv4.launch.left_work import LeftWork
 from dsv4.launch.recording import Recording
 from dsv4.ops.hyper_connection import HcWeights
 
-NOTHING_LEFT: dict[str, Argument] = {
-    "unbalanced": None,
-    "comb": None,
-    "hc_eps": 0.0,
-    "iterations": 0,
-}
-
-# The arguments of a kernel that makes no comb for itself.
+# The arguments of a kernel that makes no comb for itself, and of one that takes none along.
 NONE_MADE: dict[str, Argument] = {"hc_eps": 0.0, "iterations": 0}
+NOTHING_LEFT: dict[str, Argument] = {"unbalanced": None, "comb": None, **NONE_MADE}
 
 
 class Comb(NamedTuple):

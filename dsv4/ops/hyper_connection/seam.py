@@ -18,7 +18,7 @@ from dsv4.ops.exchange.words import NOT_RECEIVED, Words, WordSum, incoming
 from dsv4.ops.hyper_connection import HcHeadWeights, HcWeights
 from dsv4.ops.hyper_connection.left_comb import Comb
 
-# Every lane of Sinkhorn's warp keeps the matrix in registers, 64 of them for 8 streams.
+# A thread that makes comb keeps the matrix in registers, 64 of them for 8 streams.
 MAX_STREAMS = 8
 _WARP = 32
 
