@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,8 @@ class Refusing:
 
 @pytest.mark.slow
 def test_what_the_engine_refuses_is_told_and_the_server_goes_on(demo: Running) -> None:
-    refusing = replace(demo.service, worker=Worker(2), answering=Refusing())  # type: ignore[arg-type]
+    answering: Any = Refusing()
+    refusing = replace(demo.service, worker=Worker(2), answering=answering)
     with running(refusing) as one:
         for _ in range(2):
             response = one.post("/completions", prompt="a")
