@@ -39,7 +39,8 @@ _FEWEST_OF_MANY = 64
 # Top-k: one block is faster up to 16,384 visible entries, a cluster of 8 above.
 _CLUSTER = 8
 _SPREAD = 16384
-# (threads, loads in a row) of a block that selects: in a decode step, and as one of many tokens.
+# (threads, loads in a row) of a block that selects, which holds what they load in registers where
+# that is all: in a decode step, and as one of many tokens.
 # 1,024 threads have 64 registers each; two blocks of 256 threads share a multiprocessor.
 _DECODE_BLOCK = (1024, 4)
 _PREFILL_BLOCK = (256, 8)
@@ -48,7 +49,7 @@ _PREFILL_BLOCK = (256, 8)
 _KEPT = 512
 # top_k.cuh: bins of a digit, sets of them that a cluster adds up, values ranked one by one.
 _BINS = 2048
-_DIGITS = 7
+_SETS = 8
 _FEW = 128
 
 
@@ -180,6 +181,7 @@ def _tensor_core_bytes(heads: int, key_bytes: int) -> int:
 
 def _top_k_bytes(cluster: int, threads: int) -> int:
     """At least ``sizeof(Shared)`` of top_k.cuh, which top_k.cu asserts."""
-    merged = (_DIGITS * _BINS // cluster + _BINS) if cluster > 1 else _DIGITS + 1
+    merged = (_SETS * _BINS // cluster + _BINS) if cluster > 1 else _SETS + 1
     warps = threads // _WARP
-    return 4 * (2 * _BINS + merged + 3 * _FEW + 2 * warps + 16 + 2 * warps * _KEPT)
+    few = 3 * _FEW + 2 * cluster + 16
+    return 4 * (2 * _BINS + merged + few + 2 * warps + 2 * warps * _KEPT)

@@ -1,5 +1,6 @@
-// Top-k of tokens whose scores are in memory; see top_k.cuh. One cluster of CLUSTER blocks per
-// token; with CLUSTER 1, or when few entries are visible, one block does the work.
+// Top-k of tokens whose scores are in memory; see top_k_held.cuh and top_k.cuh. One cluster of
+// CLUSTER blocks per token; with CLUSTER 1, or when few entries are visible, one block does the
+// work.
 #ifndef CLUSTER
 #define CLUSTER 8
 #endif
@@ -20,7 +21,7 @@
 #define SHARED_BYTES (200 << 10)
 #endif
 #include "exchange.cuh"
-#include "top_k.cuh"
+#include "top_k_held.cuh"
 
 static_assert(sizeof(top_k::Shared) <= SHARED_BYTES);
 

@@ -1,12 +1,13 @@
 // The `selected` best entries of a token, from the orders that index_scores wrote: exact,
 // ascending, the lowest entry first among equals, -1 where fewer can be selected.
 //
-// Entries are compared by their value: the order above the complement of the entry, so that no two
-// are equal. A radix selection of 11 bits at a time narrows the interval that holds the last
-// selected value until it holds few, which are then ranked one by one. CLUSTER blocks of THREADS
-// threads work on a token, or one of them. Every warp owns a contiguous range of entries: it reads
-// them with STRIPS loads in a row, and after the first digit keeps those that can still be selected
-// in shared memory if they are no more than KEPT.
+// Here for any number of orders with any values, and what top_k_held.cuh, the usual way, shares
+// with it. Entries are compared by their value: the order above the complement of the entry, so
+// that no two are equal. A radix selection of 11 bits at a time narrows the interval that holds the
+// last selected value until it holds few, which are then ranked one by one. CLUSTER blocks of
+// THREADS threads work on a token, or one of them. Every warp owns a contiguous range of entries:
+// it reads them with STRIPS loads in a row, and after the first digit keeps those that can still be
+// selected in shared memory if they are no more than KEPT.
 #pragma once
 #include "cluster.cuh"
 #include "index_order.cuh"
@@ -20,6 +21,7 @@ constexpr int BINS = 2048;
 constexpr int SHARE = CLUSTER > 1 ? BINS / CLUSTER : 1;
 constexpr int BINS_PER_THREAD = BINS / THREADS;
 constexpr int DIGITS = 6;
+constexpr int SETS = DIGITS + 2;  // of counts that a cluster adds up
 constexpr int DIGIT_BITS = 11;
 constexpr int VALUE_BITS = 64;
 // A warp loads a strip of entries at once, AHEAD strips in a row.
@@ -31,11 +33,12 @@ constexpr int MANY = 12;  // entries of a lane from which on most are dropped be
 
 struct Shared {
     unsigned bins[2][BINS];  // this block's counts of the current digit; the other half is zero
-    unsigned share[DIGITS + 1][SHARE];  // the cluster's counts of this block's share of the bins
+    unsigned share[SETS][SHARE];        // the cluster's counts of this block's share of the bins
     unsigned total[CLUSTER > 1 ? BINS : 1];  // the cluster's counts
     uint64 few[FEW];                         // the values of the last bin
     unsigned ranks[FEW];
     uint64 least;
+    uint2 ends[CLUSTER];  // of each block the least and the largest order
     unsigned few_count, above, above_before;
     unsigned counts[WARPS], scan[WARPS];
     unsigned bin, wanted, bin_count;
@@ -76,6 +79,24 @@ struct Source {
     const unsigned* orders;
     int first, count;
     bool kept;
+};
+
+// The entries of a token that a warp looks at: `range` of them where there are so many.
+struct Share {
+    int range, first, count, block_first;
+
+    __device__ __forceinline__ Share(int visible, bool spread) {
+        const int strips = (spread ? CLUSTER : 1) * WARPS * STRIP;
+        const int block_warp = spread ? (int)own_rank() * WARPS : 0;
+        range = (visible + strips - 1) / strips * STRIP;
+        block_first = min(block_warp * range, visible);
+        first = min((block_warp + (int)threadIdx.x / WARP) * range, visible);
+        count = min(range, visible - first);
+    }
+
+    __device__ __forceinline__ Source source(const unsigned* orders) const {
+        return {orders, first, count, false};
+    }
 };
 
 __device__ __forceinline__ uint4 load_orders(const Source& source, int at) {
@@ -200,19 +221,20 @@ __device__ __forceinline__ void find_bin(Shared& shared, const unsigned* counts,
     __syncthreads();
 }
 
-// Adds up the blocks' counts: each block sums its share of the bins, then sends it to all.
+// Adds up the blocks' counts: each block sums its share of the bins, then sends it to all. A `set`
+// is used once.
 __device__ __forceinline__ const unsigned* merge_bins(Shared& shared, const unsigned* bins,
-                                                      int digit, bool spread) {
+                                                      int set, bool spread) {
     if (!spread) return bins;
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
-        if (bins[bin]) remote_add(&shared.share[digit][bin % SHARE], bin / SHARE, bins[bin]);
+        if (bins[bin]) remote_add(&shared.share[set][bin % SHARE], bin / SHARE, bins[bin]);
     }
     cluster_arrive();
     cluster_wait();
     const unsigned own = own_rank();
     for (int i = threadIdx.x; i < BINS; i += THREADS) {
         remote_store(&shared.total[own * SHARE + i % SHARE], i / SHARE,
-                     shared.share[digit][i % SHARE]);
+                     shared.share[set][i % SHARE]);
     }
     cluster_arrive();
     cluster_wait();
@@ -288,12 +310,39 @@ __device__ __forceinline__ Interval narrow(Shared& shared, Source& source, int r
     return interval;
 }
 
-// The least selected value, in shared.least: that of rank `wanted` among the few of the interval.
-__device__ __forceinline__ void rank_few(Shared& shared, const Interval& interval) {
+// Adds one to the few of the last bin, or of the interval. Every block gets every member, in the
+// same place.
+__device__ __forceinline__ void put_few(Shared& shared, uint64 value, bool spread) {
+    if (!spread) {
+        shared.few[atomicAdd(&shared.few_count, 1u)] = value;
+        return;
+    }
+    const unsigned place = remote_increment(&shared.few_count, 0);
+    for (int block = 0; block < CLUSTER; ++block) {
+        unsigned* halves = reinterpret_cast<unsigned*>(&shared.few[place]);
+        remote_store(halves, block, (unsigned)value);
+        remote_store(halves + 1, block, value >> 32);
+    }
+}
+
+// Behind put_few: all of the few are there, and if spread also shared.above_before, with `above` of
+// all threads of the blocks before this one.
+__device__ __forceinline__ void meet(Shared& shared, unsigned above, bool spread) {
+    if (!spread) return __syncthreads();
+    above = __reduce_add_sync(~0u, above);
+    if (threadIdx.x % WARP == 0 && above) atomicAdd(&shared.above, above);
+    __syncthreads();
+    if (threadIdx.x < CLUSTER && threadIdx.x > own_rank())
+        remote_add(&shared.above_before, threadIdx.x, shared.above);
+    cluster_arrive();
+    cluster_wait();
+}
+
+// The least selected value, in shared.least: that of rank `wanted` among `count` few.
+__device__ __forceinline__ void rank_few(Shared& shared, int count, unsigned wanted) {
     // Thread (part, member) compares one member with a share of the others.
     const int member = threadIdx.x % FEW;
     const int part = threadIdx.x / FEW;
-    const int count = interval.count;
     if (member < count) {
         unsigned greater = 0;
         for (int other = part; other < count; other += THREADS / FEW)
@@ -301,9 +350,17 @@ __device__ __forceinline__ void rank_few(Shared& shared, const Interval& interva
         if (greater) atomicAdd(&shared.ranks[member], greater);
     }
     __syncthreads();
-    if (threadIdx.x < count && shared.ranks[threadIdx.x] == interval.wanted - 1)
+    if (threadIdx.x < count && shared.ranks[threadIdx.x] == wanted - 1)
         shared.least = shared.few[threadIdx.x];
     __syncthreads();
+}
+
+// How many of the `count` few are selected and lie before `entry`.
+__device__ __forceinline__ int few_before(const Shared& shared, int count, int entry) {
+    int before = 0;
+    for (int i = threadIdx.x % WARP; i < count; i += WARP)
+        before += shared.few[i] >= shared.least && (int)~(unsigned)shared.few[i] < entry;
+    return __reduce_add_sync(~0u, before);
 }
 
 // Sets shared.least, and returns how many selected entries belong to blocks before this one.
@@ -318,44 +375,16 @@ __device__ __forceinline__ int find_least(Shared& shared, const Source& source,
     unsigned above = 0;
     for_each(source, shared, [&](uint64 value, bool valid) {
         above += valid && (interval.exceeded_by(value) || (whole && interval.holds(value)));
-        if (valid && !whole && interval.holds(value)) {
-            if (!spread) {
-                shared.few[atomicAdd(&shared.few_count, 1u)] = value;
-            } else {
-                // Every block gets every member, in the same place.
-                const unsigned place = remote_increment(&shared.few_count, 0);
-                for (int block = 0; block < CLUSTER; ++block) {
-                    unsigned* halves = reinterpret_cast<unsigned*>(&shared.few[place]);
-                    remote_store(halves, block, (unsigned)value);
-                    remote_store(halves + 1, block, value >> 32);
-                }
-            }
-        }
+        if (valid && !whole && interval.holds(value)) put_few(shared, value, spread);
     });
-    if (spread) {
-        above = __reduce_add_sync(~0u, above);
-        if (threadIdx.x % WARP == 0 && above) atomicAdd(&shared.above, above);
-        __syncthreads();
-        if (threadIdx.x < CLUSTER && threadIdx.x > own_rank())
-            remote_add(&shared.above_before, threadIdx.x, shared.above);
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
+    meet(shared, above, spread);
     if (whole) {
         if (threadIdx.x == 0) shared.least = interval.low;
         __syncthreads();
         return shared.above_before;
     }
-    rank_few(shared, interval);
-    if (!spread) return 0;
-    // Members of the interval that are selected and lie before this block's entries.
-    int before = 0;
-    for (int i = threadIdx.x % WARP; i < (int)interval.count; i += WARP) {
-        before += shared.few[i] >= shared.least && (int)~(unsigned)shared.few[i] < block_first;
-    }
-    return shared.above_before + __reduce_add_sync(~0u, before);
+    rank_few(shared, interval.count, interval.wanted);
+    return spread ? shared.above_before + few_before(shared, interval.count, block_first) : 0;
 }
 
 // Before anything else of this file: sets the counters; the caller's barrier makes them visible.
@@ -363,8 +392,8 @@ __device__ __forceinline__ void clear(Shared& shared) {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
         shared.bins[0][bin] = shared.bins[1][bin] = 0;
     if (CLUSTER > 1) {
-        for (int digit = 0; digit <= DIGITS; ++digit) {
-            for (int bin = threadIdx.x; bin < SHARE; bin += THREADS) shared.share[digit][bin] = 0;
+        for (int set = 0; set < SETS; ++set) {
+            for (int bin = threadIdx.x; bin < SHARE; bin += THREADS) shared.share[set][bin] = 0;
         }
     }
     if (threadIdx.x < FEW) shared.ranks[threadIdx.x] = 0;
@@ -379,23 +408,16 @@ __device__ __forceinline__ void list_all(int64* list, int visible, int selected,
         list[i] = i < visible ? i : -1;
 }
 
-// Selects from the `visible` orders of a token, with all blocks of the cluster (`spread`) or with
-// this one alone. `orders` is aligned to 16 bytes. The blocks of a cluster have arrived at its
-// barrier after clear(), and not waited yet.
-__device__ __forceinline__ void select(Shared& shared, const unsigned* orders, int visible,
-                                       int64* list, int selected, bool spread) {
+// select() of top_k_held.cuh, without condition.
+__device__ __forceinline__ void select_any(Shared& shared, const unsigned* orders, int visible,
+                                           int64* list, int selected, bool spread) {
     const int warp = threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
-    const int rank = spread ? own_rank() : 0;
-    const int workers = spread ? CLUSTER * WARPS : WARPS;
-    const int worker = rank * WARPS + warp;
-    const int range = (visible + workers * STRIP - 1) / (workers * STRIP) * STRIP;
-    const int first = min(worker * range, visible);
-    Source source{orders, first, min(range, visible - first), false};
+    const Share share(visible, spread);
+    Source source = share.source(orders);
     // least = value_S.topk(selected).values[-1]: first an interval that holds it, then itself
-    const Interval interval = narrow(shared, source, range, selected, spread);
-    int before =
-        find_least(shared, source, interval, spread, min((int)(rank * WARPS) * range, visible));
+    const Interval interval = narrow(shared, source, share.range, selected, spread);
+    int before = find_least(shared, source, interval, spread, share.block_first);
     // list = (value_S >= least).nonzero(), every warp behind those before it
     const uint64 least = shared.least;
     int count = 0;
@@ -417,7 +439,7 @@ __device__ __forceinline__ void select(Shared& shared, const unsigned* orders, i
                              [&](int place, unsigned, int entry) { list[before + place] = entry; });
     }
     // list = F.pad(list, (0, selected - len(list)), value=-1)
-    if (rank == (spread ? CLUSTER - 1 : 0) && warp == WARPS - 1) {
+    if (own_rank() == (spread ? CLUSTER - 1 : 0) && warp == WARPS - 1) {
         for (int i = before + lane; i < selected; i += WARP) list[i] = -1;
     }
 }

@@ -33,7 +33,21 @@ FAULTS = {
         "divisor < 0x1p-60f ? 0x1p64f : divisor > 0x1p60f ? 0x1p-64f : 1.0f",
         "1.0f",
     ),
-    "the last of the few is not ranked": SourceEdit("top_k.cuh", "== interval.wanted - 1", "== 0"),
+}
+IN_ONE_BLOCK = {
+    "the last of the few is not ranked": SourceEdit("top_k.cuh", "== wanted - 1", "== 0"),
+    "the few are left out": SourceEdit("top_k_held.cuh", "if (bin[place] == last)", "if (false)"),
+    "strips lie behind each other": SourceEdit(
+        "top_k_held.cuh", "list += all[group] >>", "all[group] >>"
+    ),
+}
+IN_A_CLUSTER = {
+    "the few before a block are not counted": SourceEdit(
+        "top_k_held.cuh", "list += few_before(", "list += 0 * few_before("
+    ),
+    "what is above in blocks before is not counted": SourceEdit(
+        "top_k_held.cuh", "if (spread) list += shared.above_before;", ""
+    ),
 }
 
 
@@ -46,6 +60,13 @@ def orders(score_S: Tensor) -> Tensor:
 
 def listed(score_S: Tensor, topk: int, slots: int, edit: SourceEdit | None = None) -> Tensor:
     """What ``top_k_tokens`` lists of a token that sees these scores."""
+    return selecting(score_S, topk, slots, edit)[0]
+
+
+def selecting(
+    score_S: Tensor, topk: int, slots: int, edit: SourceEdit | None = None
+) -> tuple[Tensor, int]:
+    """What ``top_k_tokens`` lists of such a token, and its warp instructions."""
     visible = len(score_S)
     arguments = selection(1, slots)._replace(index_topk=topk)
     _, launch = launches(decode.index_select, *arguments, tokens=1)
@@ -56,8 +77,8 @@ def listed(score_S: Tensor, topk: int, slots: int, edit: SourceEdit | None = Non
     out_K = torch.full((topk,), -7, dtype=torch.int64)
     position = torch.tensor([4 * visible - 1])
     tensors = {"orders": order_S, "positions": position, "out": out_K}
-    run_recorded(launch, ARCHITECTURE, tensors, 1, edit=edit)
-    return out_K
+    instructions = run_recorded(launch, ARCHITECTURE, tensors, 1, edit=edit)
+    return out_K, instructions
 
 
 def best(score_S: Tensor, topk: int) -> Tensor:
@@ -71,6 +92,7 @@ def scores(kind: str, entries: int) -> Tensor:
     kinds = {
         "normal": value_S * 3 + 1,
         "few values": (value_S * 2).round(),
+        "equal neighbours": (value_S * 60).round(),
         "zeros": value_S.where(entry % 13 == 0, 0.0).abs(),
         "rising": entry / 7.0,
         "infinite": value_S.where(entry != 77, torch.inf),
@@ -79,12 +101,27 @@ def scores(kind: str, entries: int) -> Tensor:
     return kinds[kind]
 
 
+KINDS = ["normal", "few values", "equal neighbours", "zeros", "rising", "infinite", "nan"]
+NUMBERS = pytest.mark.parametrize("slots", [9001, 17001], ids=["one block", "a cluster"])
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["normal", "few values", "zeros", "rising", "infinite", "nan"])
-@pytest.mark.parametrize("slots", [9001, 17001], ids=["one block", "a cluster"])
+@pytest.mark.parametrize("kind", KINDS)
+@NUMBERS
 def test_lists_of_many_kinds_of_scores(slots: int, kind: str) -> None:
     score_S = scores(kind, slots - 1)
     assert torch.equal(listed(score_S, 512, slots), best(score_S, 512))
+
+
+@NUMBERS
+def test_orders_in_registers_take_fewer_instructions(slots: int) -> None:
+    """Scores that can be counted in bins of equal width are."""
+    score_S = scores("equal neighbours", slots - 1)
+    from_memory = SourceEdit("top_k_held.cuh", "visible <= most &&", "false &&")
+    out_K, instructions = selecting(score_S, 512, slots)
+    other_K, others = selecting(score_S, 512, slots, from_memory)
+    assert torch.equal(out_K, other_K)
+    assert instructions < 0.8 * others
 
 
 class Scored:
@@ -174,6 +211,11 @@ def test_planted_faults_are_seen() -> None:
     assert halfway().error(FAULTS["quotients are products with the reciprocal"]) > 1e-5
     fault = FAULTS["reciprocals of all scales are taken as they are"]
     assert not small_and_large().error(fault) < 1e-6
-    score_S = scores("normal", 9000)
-    found_K = listed(score_S, 40, 9001, FAULTS["the last of the few is not ranked"])
-    assert not torch.equal(found_K, best(score_S, 40))
+
+
+@pytest.mark.parametrize("fault", [*IN_ONE_BLOCK, *IN_A_CLUSTER])
+def test_planted_faults_of_top_k_are_seen(fault: str) -> None:
+    visible = 9000 if fault in IN_ONE_BLOCK else 17000
+    score_S = scores("equal neighbours", visible)
+    found_K = listed(score_S, 512, visible + 1, (IN_ONE_BLOCK | IN_A_CLUSTER)[fault])
+    assert not torch.equal(found_K, best(score_S, 512))
