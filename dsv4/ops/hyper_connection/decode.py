@@ -18,9 +18,9 @@ from dsv4.ops.hyper_connection.seam import (
 # eight are no better. Narrow streams of fewer than 256 accesses have nothing to share.
 _FINISH_BLOCKS = 4
 _SHARED_ACCESSES = 256
-# Whole warps that, with the warp of post and comb, stay below the 1,024 threads of a block: wider
+# Whole warps that, with those of post and comb, stay below the 1,024 threads of a block: wider
 # streams take several accesses a thread.
-_MOST_WORKERS = 960
+_MOST_WORKERS = 864
 
 
 def _shapes(recording: Recording, seam: Seam, share: TokenShare) -> SeamShapes:

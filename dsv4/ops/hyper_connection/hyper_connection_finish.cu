@@ -3,12 +3,13 @@
 //
 // Defines: STREAMS (M), MIXES (rows of fn; M for the head, which has no post and comb), SPLITS
 // (partials per row), COUNT columns per access (8 or 1), GROUPS accesses per thread, WORKERS
-// threads with columns, BLOCKS (cluster size: blocks that share one token), LEAVES (1: Sinkhorn is
-// left to a later kernel, which gets its matrix as comb), RANKS and OWNERS (above 1: the tokens are
-// shared, and x goes to all ranks, exchange.cuh).
+// threads with columns, SIDES (warps behind them), BLOCKS (cluster size: blocks that share one
+// token), LEAVES (1: Sinkhorn is left to a later kernel, which gets its matrix as comb), RANKS and
+// OWNERS (above 1: the tokens are shared, and x goes to all ranks, exchange.cuh).
 //
 // One cluster per token. The warp after the workers has no columns: in rank 0 it computes post and
-// comb, whose Sinkhorn iterations take longer than everything else, beside the others.
+// comb, whose Sinkhorn iterations take longer than everything else, beside the others. Several such
+// warps add up the mixes of post and comb, for which x then does not wait.
 #include "cluster.cuh"
 #include "columns.cuh"
 #include "exchange.cuh"
@@ -16,6 +17,9 @@
 
 #ifndef LEAVES
 #define LEAVES 0
+#endif
+#ifndef SIDES
+#define SIDES 1
 #endif
 
 constexpr bool HEAD = MIXES == STREAMS;
@@ -27,53 +31,87 @@ struct SideParameters {
 
 __device__ __forceinline__ float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
-constexpr int WARPS = WORKERS / WARP + 1;
-constexpr int ROWS = (MIXES + WARPS) / WARPS;  // of MIXES + 1, per warp
 constexpr int LOADS = (SPLITS + WARP - 1) / WARP;
+// Whether what every thread needs is added up apart from the rest, which is added up in rank 0.
+constexpr bool APART = SIDES > 1;
+// The workers and the first warp behind them.
+constexpr int WORKER_WARPS = WORKERS / WARP, WARPS = WORKER_WARPS + 1;
+// Sums by number, first those that every thread needs: with APART those of the squares and of pre.
+constexpr int ALL = MIXES + 1, FIRST = APART ? STREAMS + 1 : ALL;
 
+// Partials of sums `number`, `number` + STEP, ... before END.
+template <int BEGIN, int END, int STEP>
 struct Partials {
-    float values[ROWS][LOADS];
-};
+    static constexpr int ROWS = (END - BEGIN + STEP - 1) / STEP;
+    float values[ROWS > 0 ? ROWS : 1][LOADS];
 
-__device__ __forceinline__ void load_partials(Partials& out, const float* partials) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    static __device__ __forceinline__ int row_of(int number) {
+        if (!APART) return number;
+        return number == 0 ? MIXES : number - 1;
+    }
+
+    __device__ __forceinline__ void load(const float* partials, int number) {
+        const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        const int row = warp + r * WARPS;
+        for (int r = 0; r < ROWS; r++) {
+            const int row = row_of(number + r * STEP);
 #pragma unroll
-        for (int s = 0; s < LOADS; s++) {
-            const int split = s * WARP + lane;
-            out.values[r][s] =
-                row <= MIXES && split < SPLITS ? partials[row * SPLITS + split] : 0.0f;
+            for (int s = 0; s < LOADS; s++) {
+                const int split = s * WARP + lane;
+                const bool is_there = number + r * STEP < END && split < SPLITS;
+                values[r][s] = is_there ? partials[row * SPLITS + split] : 0.0f;
+            }
         }
     }
-}
 
-// sums[row] = Σ over the splits, in a fixed order.
-__device__ __forceinline__ void add_partials(const Partials& in, float* sums) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    // sums[row] = Σ over the splits, in a fixed order.
+    __device__ __forceinline__ void add(float* sums, int number) const {
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        float sum = in.values[r][0];
+        for (int r = 0; r < ROWS; r++) {
+            float sum = values[r][0];
 #pragma unroll
-        for (int s = 1; s < LOADS; s++) sum += in.values[r][s];
-        sum = warp_sum(sum);
-        if (lane == 0 && warp + r * WARPS <= MIXES) sums[warp + r * WARPS] = sum;
+            for (int s = 1; s < LOADS; s++) sum += values[r][s];
+            sum = warp_sum(sum);
+            if (threadIdx.x % WARP == 0 && number + r * STEP < END)
+                sums[row_of(number + r * STEP)] = sum;
+        }
     }
+};
+
+// Sums of squares by block and warp of workers.
+using Squares = float[BLOCKS][WORKER_WARPS];
+
+// Over the warps of a block in the order of warp_sum, then over the blocks.
+__device__ __forceinline__ float sum_squares(const Squares& squares) {
+    constexpr int PLACES = power_of_two(WORKER_WARPS);
+    float sum = 0.0f;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) {
+        float values[PLACES];
+#pragma unroll
+        for (int i = 0; i < PLACES; i++) values[i] = i < WORKER_WARPS ? squares[block][i] : 0.0f;
+#pragma unroll
+        for (int offset = PLACES / 2; offset > 0; offset /= 2) {
+#pragma unroll
+            for (int i = 0; i < offset; i++) values[i] += values[i + offset];
+        }
+        sum += values[0];
+    }
+    return sum;
 }
 
-__device__ __forceinline__ void worker_barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+template <int BARRIER, int THREADS>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
+extern "C" __global__ void __launch_bounds__(WORKERS + SIDES * WARP)
     hc_finish(const bf16* streams, const float* partials, const float* base, const float* scale,
               const float* norm_weight, bf16* x, float* post, float* comb, const int64* peers,
               int owner, int tokens, int width, float norm_eps, float hc_eps, int iterations) {
     __shared__ float sums[MIXES + 1];
-    __shared__ float warp_squares[WARP];
+    __shared__ __align__(16) Squares squares;
     __shared__ float rows[STREAMS][STREAMS];
-    __shared__ float block_squares[BLOCKS];
     __shared__ uint64 inbox;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned rank = BLOCKS > 1 ? cluster_rank() : 0;
@@ -100,13 +138,20 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
         for (int k = 0; k < STREAMS; k++)
             parameters.comb_base[k] = fetch_constant(base + (2 + own) * STREAMS + k);
     }
-    if constexpr (BLOCKS > 1) cluster_start(&inbox, 1);
+    if constexpr (BLOCKS > 1) {
+        cluster_start(&inbox, 1);
+        if (threadIdx.x == 0) expect_mail(&inbox, sizeof(squares));
+    }
     pdl_launch();
     pdl_wait();
     if (OWNERS > 1 && token >= tokens) return;
     // What everything waits for is asked for first.
-    Partials parts;
-    load_partials(parts, partials + token * (MIXES + 1) * SPLITS);
+    const int others = FIRST + warp - WORKER_WARPS;
+    Partials<0, FIRST, WARPS> first_partials;
+    Partials<FIRST, ALL, SIDES> other_partials;
+    partials += token * ALL * SPLITS;
+    if (!APART || warp < WARPS) first_partials.load(partials, warp);
+    if (side && rank == 0) other_partials.load(partials, others);
     Columns<COUNT> stream[GROUPS][STREAMS];
     const bf16* token_streams = streams + token * STREAMS * width;
 #pragma unroll
@@ -118,13 +163,21 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
                            : Columns<COUNT>{};
     }
     // mixes = partials[token].sum(-1); rms = rsqrt(mixes[-1] / (M * D) + norm_eps)
-    add_partials(parts, sums);
-    __syncthreads();
-    const float rms = rsqrtf(sums[MIXES] / (STREAMS * width) + norm_eps);
+    if (!APART || warp < WARPS) first_partials.add(sums, warp);
+    if (!APART) __syncthreads();
+    else if (warp < WARPS) meet<2, WARPS * WARP>();
     if constexpr (BLOCKS > 1) cluster_started();
     if (side) {
         if constexpr (HEAD) return;
         if (rank > 0) return;
+        if (APART) {
+            other_partials.add(sums, others);
+            meet<3, SIDES * WARP>();
+            if (warp >= WARPS) return;
+        }
+    }
+    const float rms = rsqrtf(sums[MIXES] / (STREAMS * width) + norm_eps);
+    if (side) {
         // post = 2 * sigmoid(mixes[M : 2 * M] * rms * scale[1] + base[M : 2 * M])
         const float mix =
             fmaf(sums[STREAMS + own] * rms, parameters.post_scale, parameters.post_base);
@@ -164,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
     for (int i = 0; i < STREAMS; i++) pre[i] = __shfl_sync(~0u, own_pre, i);
     // collapsed_D = (pre_M[:, None] * x_MD).sum(0)
     Columns<COUNT> collapsed[GROUPS];
-    float squares = 0.0f;
+    float own_squares = 0.0f;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
         float values[COUNT];
@@ -178,22 +231,21 @@ extern "C" __global__ void __launch_bounds__(WORKERS + WARP)
         collapsed[g] = round_columns(values);
 #pragma unroll
         for (int c = 0; c < COUNT; c++)
-            squares = fmaf(column(collapsed[g], c), column(collapsed[g], c), squares);
+            own_squares = fmaf(column(collapsed[g], c), column(collapsed[g], c), own_squares);
     }
     // x_D = rms_norm(collapsed_D, norm_weight)
-    squares = warp_sum(squares);
-    if (lane == 0) warp_squares[warp] = squares;
-    worker_barrier();
-    squares = warp_sum(lane < WORKERS / WARP ? warp_squares[lane] : 0.0f);
+    own_squares = warp_sum(own_squares);
+    float all_squares;
     if constexpr (BLOCKS > 1) {
-        if (threadIdx.x == 0) expect_mail(&inbox, sizeof(block_squares));
-        if (threadIdx.x < BLOCKS) send(block_squares + rank, &inbox, threadIdx.x, squares);
+        if (lane < BLOCKS) send(&squares[rank][warp], &inbox, lane, own_squares);
         wait_mail(&inbox, 0);
-        squares = 0.0f;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) squares += block_squares[b];
+        all_squares = sum_squares(squares);
+    } else {
+        if (lane == 0) squares[0][warp] = own_squares;
+        meet<1, WORKERS>();
+        all_squares = warp_sum(lane < WORKER_WARPS ? squares[0][lane] : 0.0f);
     }
-    const float inverse = rsqrtf(squares / width + norm_eps);
+    const float inverse = rsqrtf(all_squares / width + norm_eps);
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
         if (at[g] < 0) continue;

@@ -21,6 +21,8 @@ from dsv4.ops.hyper_connection.left_comb import Comb
 # A thread that makes comb keeps the matrix in registers, 64 of them for 8 streams.
 MAX_STREAMS = 8
 _WARP = 32
+# Warps of hc_finish that add up the mixes of post and comb: four of 20 sums each.
+_SIDE_WARPS = 5
 
 
 class Incoming(NamedTuple):
@@ -193,8 +195,10 @@ def finish_shape(
     """``hc_finish`` by ``blocks`` blocks for each token of a share, of at most ``most_workers``
     threads.
 
-    Another warp of the first block computes post and comb beside them, or ``leaves`` comb.
+    Another warp of the first block computes post and comb beside them, or ``leaves`` comb. Where
+    blocks share a token it has others that help, and is not waited for.
     """
+    sides = _SIDE_WARPS if blocks > 1 and form.mixes > form.streams else 1
     count = form.finish_columns
     accesses = ceil_div(form.width, count)
     groups = ceil_div(accesses, blocks * most_workers)
@@ -205,6 +209,7 @@ def finish_shape(
         ("COUNT", count),
         ("GROUPS", groups),
         ("WORKERS", workers),
+        ("SIDES", sides),
         ("BLOCKS", blocks),
         *((("LEAVES", 1),) if leaves else ()),
         *share.sender_defines,
@@ -212,7 +217,7 @@ def finish_shape(
     kernel = Kernel("hyper_connection/hyper_connection_finish", "hc_finish", defines)
     grid = blocks, share.rows(tokens)
     numbers = {"tokens": tokens}
-    return Shape(kernel, grid, workers + _WARP, cluster=blocks, numbers=numbers)
+    return Shape(kernel, grid, workers + sides * _WARP, cluster=blocks, numbers=numbers)
 
 
 def mix_shape(

@@ -76,10 +76,12 @@ def test_partial_sums_of_every_chunk_have_room(most: int, target: Target) -> Non
 
 
 def test_shapes_of_pro() -> None:
-    """Four blocks share the columns of a decode step's token; in a long step it has one."""
+    """Four blocks share the columns of a decode step's token; in a long step it has one. Beside the
+    warps with columns there are five, and one.
+    """
     mix, finish = record("hc_seam", 1, PRO)
     assert (mix.shape.grid, mix.shape.threads) == ((112, 1, 1), 256)
-    assert (finish.shape.grid, finish.shape.threads, finish.shape.cluster) == ((4, 1, 1), 256, 4)
+    assert (finish.shape.grid, finish.shape.threads, finish.shape.cluster) == ((4, 1, 1), 384, 4)
     assert record("hc_seam", 8, PRO)[0].shape.grid == (112, 1, 1)
     mix, finish = record("hc_seam", 4096, PRO)
     assert (mix.shape.grid, mix.shape.shared_bytes) == ((256, 1, 1), 5 * 16384)
