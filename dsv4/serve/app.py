@@ -18,7 +18,7 @@ from dsv4.serve.asked import completion_questions
 from dsv4.serve.asked_chat import chat_question
 from dsv4.serve.chat import ChatAnswer
 from dsv4.serve.completion import CompletionAnswer
-from dsv4.serve.errors import ApiError, server_ending
+from dsv4.serve.errors import ApiError, server_ending, server_fault
 from dsv4.serve.fields import ChatFields, CommonFields, CompletionFields, read_fields
 from dsv4.serve.guard import Guard
 from dsv4.serve.reply import Answer, Reply, StreamedReply, json_response
@@ -177,4 +177,4 @@ async def _left(_: Request, __: Exception) -> Response:
 
 async def _fault(_: Request, error: Exception) -> Response:
     """A fault of the program in a handler: its traceback goes to the log."""
-    return json_response(ApiError(500, f"a fault of the server: {error!r}"[:200]).body(), 500)
+    return json_response(server_fault(error).body(), 500)

@@ -37,6 +37,11 @@ def server_ending() -> ApiError:
     return ApiError(503, "the server is ending", code="shutdown")
 
 
+def server_fault(error: Exception) -> ApiError:
+    """What the client is told of a fault of the program that does not concern the engine."""
+    return ApiError(500, f"a fault of the server: {error!r}"[:200])
+
+
 @contextmanager
 def field_errors(param: str) -> Iterator[None]:
     """What is wrong with a field, or with what it holds, as ``ApiError`` that names it."""

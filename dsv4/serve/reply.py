@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4.command.errors import user_message
 from dsv4.serve.answering import Said
-from dsv4.serve.errors import ApiError, server_ending
+from dsv4.serve.errors import ApiError, server_ending, server_fault
 from dsv4.serve.service import Service
 from dsv4.serve.usage import Usage
 from dsv4.serve.worker import HARMLESS, Cancelled, Job
@@ -140,16 +141,36 @@ class StreamedReply(Reply):
         async with self._left_to(receive):
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)
-            async for chunks in self._chunks():
-                events = b"".join(_event(_json(chunk)) for chunk in chunks)
-                await _send_body(send, events or b": waiting\n\n")
-            error = self._error()
-            if error is not None:
-                ending = _event(_json(error.body()))
-            else:
-                usage = _event(_json(self._answer.usage_chunk())) if self._with_usage else b""
-                ending = usage + _event(b"[DONE]")
-            await _send_body(send, ending, more=False)
+            async with _FaultAsEvent(send):
+                async for chunks in self._chunks():
+                    events = b"".join(_event(_json(chunk)) for chunk in chunks)
+                    await _send_body(send, events or b": waiting\n\n")
+                await _send_body(send, self._ending(), more=False)
+
+    def _ending(self) -> bytes:
+        error = self._error()
+        if error is not None:
+            return _event(_json(error.body()))
+        usage = _event(_json(self._answer.usage_chunk())) if self._with_usage else b""
+        return usage + _event(b"[DONE]")
+
+
+class _FaultAsEvent:
+    """A fault of the program inside the block ends the stream as its last event, and goes on to the
+    log: behind the start of a response no handler of the application can tell the client.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __aenter__(self) -> None:
+        """Nothing happens."""
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            await _send_body(self._send, _event(_json(server_fault(error).body())), more=False)
 
 
 def _json(content: dict[str, Any]) -> bytes:
