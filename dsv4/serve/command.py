@@ -22,6 +22,7 @@ from dsv4.command.streams import say
 from dsv4.config import ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import UserError
+from dsv4.model_files import files_of_model
 from dsv4.serve.flags import parse_arguments
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ def make_state_folder(folder: Path) -> None:
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         found = "found a folder that cannot be read and written, expected one that can"
         raise UserError(f"--state-dir: {folder}: {found}")
+    for file in files_of_model(folder):
+        if file.exists():
+            found = f"found {file.name}, a model's, expected a folder for states alone"
+            raise UserError(f"--state-dir: {folder}: {found}")
 
 
 def serve(arguments: argparse.Namespace) -> int:

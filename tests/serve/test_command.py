@@ -143,6 +143,26 @@ def test_a_state_folder_that_nobody_can_write_is_refused(
     assert capsys.readouterr().err == f"error: --state-dir: {tmp_path}: {found}\n"
 
 
+def test_a_state_folder_in_which_a_model_lies_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(CHECKPOINT)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "weights.safetensors").touch()
+    expected = "a model's, expected a folder for states alone"
+    for folder, name in (
+        (CHECKPOINT, "config.json"),
+        (link, "config.json"),
+        (other, "weights.safetensors"),
+    ):
+        # It is checked before the address, which is none.
+        assert main(["--state-dir", str(folder), "--host", ""]) == 2
+        said = f"error: --state-dir: {folder}: found {name}, {expected}\n"
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("generation", "message"),
     [
