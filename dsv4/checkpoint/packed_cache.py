@@ -27,7 +27,7 @@ from dsv4.checkpoint.packed_values import (
     known_classes,
     naming_damage,
     numbers_in,
-    remade,
+    remade_weight,
 )
 from dsv4.checkpoint.pieces import Piece
 from dsv4.checkpoint.shard import StoredTensor, read_header
@@ -260,7 +260,10 @@ def _read(
     ]
     _fill(memory, tensors, checksums, progress)
     with naming_damage(entry / MANIFEST):
-        return [{name: remade(value, memory) for name, value in packed.items()} for packed in ranks]
+        return [
+            {name: remade_weight(value, memory) for name, value in packed.items()}
+            for packed in ranks
+        ]
 
 
 def _fill(

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from dsv4.ops.trees import is_named_tuple
 from dsv4.weights.native import NativeGateUp, NativeWeight
 from dsv4.weights.packed import PackedWeight
 from dsv4.weights.packed_native import PackedWithNative
-from dsv4.weights.quant import QuantFormat, QuantTensor
+from dsv4.weights.quant import QuantFormat, QuantTensor, Weight
 
 # Everything that the packings of the op tables make of weights: nothing else is made from a file.
 _CLASSES: dict[str, Any] = {
@@ -48,6 +49,9 @@ _CLASSES: dict[str, Any] = {
         ProductShape,
     )
 }
+# Of their fields.
+_TYPES = {name: get_type_hints(kind) for name, kind in _CLASSES.items()}
+_WEIGHTS = (PackedWeight, NativeWeight, QuantTensor, EmulatedWeight)
 _ENUMS: dict[str, Any] = {kind.__name__: kind for kind in (QuantFormat, ActivationFormat)}
 
 
@@ -102,9 +106,18 @@ def described(value: object, memory: Memory) -> Any:
     return {"class": [name, {part: described(getattr(value, part), memory) for part in names}]}
 
 
+def remade_weight(described: Any, memory: Sequence[Tensor]) -> Any:
+    """``remade`` of the whole that a packing made. Raises ``TypeError`` for anything else."""
+    value = remade(described, memory)
+    if not _is_of(value, Weight | RowList | ExpertWeights):
+        raise TypeError(f"no weight is {type(value).__name__}")
+    return value
+
+
 def remade(described: Any, memory: Sequence[Tensor]) -> Any:
     """The value again, around ``memory``, uint8 ``[bytes]`` by number, on any device; ``described``
-    is what the function of this name wrote, with the same ``known_classes``.
+    is what the function of this name wrote, with the same ``known_classes``. Raises ``TypeError``
+    for a field whose type says something else, which would be noticed by an op at the earliest.
     """
     if not isinstance(described, dict):
         return described
@@ -120,7 +133,23 @@ def remade(described: Any, memory: Sequence[Tensor]) -> Any:
     if kind == "enum":
         return _ENUMS[name](parts)
     values = {field: remade(part, memory) for field, part in parts.items()}
-    return _CLASSES[name](**values)
+    made = _CLASSES[name](**values)
+    for field, annotation in _TYPES[name].items():
+        if not _is_of(values[field], annotation):
+            raise TypeError(f"{name}.{field} is {type(values[field]).__name__}")
+    return made
+
+
+def _is_of(value: object, annotation: Any) -> bool:
+    """Whether ``value`` has the type of a field."""
+    if isinstance(annotation, UnionType):
+        return any(_is_of(value, one) for one in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        part_type, _ = get_args(annotation)
+        return type(value) is tuple and all(_is_of(part, part_type) for part in value)
+    if annotation is Weight or isinstance(annotation, TypeVar):
+        return isinstance(value, _WEIGHTS)
+    return isinstance(value, annotation)
 
 
 def check_numbers(checksums: int, *found: Iterable[str], entry: Path) -> None:

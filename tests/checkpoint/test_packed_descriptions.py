@@ -36,11 +36,26 @@ def make_first_weight(kind: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def spoil_row_list(body: dict[str, Any]) -> None:
+    """Nothing fails before its products are computed."""
+    kinds = [value["class"] for value in body["ranks"][0].values()]
+    fields = next(fields for kind, fields in kinds if kind == "RowList")
+    fields["out_dtypes"] = "text"
+
+
+def replace_first_weight(body: dict[str, Any]) -> None:
+    """By what holds the same memory, so that its numbers stay what they were."""
+    name, value = next(iter(body["ranks"][0].items()))
+    body["ranks"][0][name] = {"tuple": [value]}
+
+
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no rank": (lambda body: body.update(ranks=[], checksums=[]), "expected 1 ranks"),
     "ranks that are none": (lambda body: body.update(ranks=[None]), "found AttributeError ("),
     "other fields": (make_first_weight("ListLaunch"), "found TypeError ("),
     "no such class": (make_first_weight("Popen"), "found KeyError ("),
+    "field of another kind": (spoil_row_list, "(RowList.out_dtypes is str)"),
+    "no weight": (replace_first_weight, "found TypeError (no weight is tuple)"),
     "text": (lambda body: body.update(checksums=["x"] * len(body["checksums"])), "expected 'x'"),
     **{f"view, {name}": (add_view(view), "expected packed w") for name, view in BAD_VIEWS.items()},
 }

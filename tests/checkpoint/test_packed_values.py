@@ -1,12 +1,23 @@
 """What packings make, as JSON and memory and back: equal, and as much shared as before."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dsv4.checkpoint.packed_values import Memory, described, numbers_in, remade
+from dsv4.checkpoint.packed_values import (
+    Memory,
+    described,
+    naming_damage,
+    numbers_in,
+    remade,
+    remade_weight,
+)
+from dsv4.errors import UserError
 from dsv4.ops import Packing, torch_packing
 from dsv4.ops.linear.row_list import PackedRows
 from dsv4.ops.native_packing import native_packing
@@ -92,6 +103,43 @@ def test_matrices_of_a_row_list_stay_parts_of_its_memory() -> None:
     assert [one.data.data_ptr() for one in again.weights] == [
         part.data[4 * at].data_ptr() for at in range(3)
     ]
+
+
+def places_in(described: Any) -> Iterator[tuple[Any, Any]]:
+    """Every field of a class and every part of a tuple: what holds it, and its name or number."""
+    (kind, value) = next(iter(described.items()))
+    held: dict[Any, Any] = {}
+    if kind == "class":
+        value = value[1]
+        held = value
+    elif kind == "tuple":
+        held = dict(enumerate(value))
+    for name, part in held.items():
+        yield value, name
+        if isinstance(part, dict):
+            yield from places_in(part)
+
+
+def remake(description: Any, memory: list[torch.Tensor]) -> None:
+    with naming_damage(Path("packed.json")):
+        remade_weight(description, memory)
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+def test_a_description_with_a_field_or_part_of_another_kind_is_damaged(packing: Packing) -> None:
+    for value in packed_by(packing):
+        memory = Memory()
+        description = described(value, memory)
+        places = list(places_in(description))
+        assert len(places) > 2
+        for holder, name in places:
+            before = holder[name]
+            for wrong in ([], 0.5):
+                holder[name] = wrong
+                with pytest.raises(UserError, match=r"packed.json: damaged: found \w+Error"):
+                    remake(description, memory.tensors)
+            holder[name] = before
+        remake(description, memory.tensors)
 
 
 def test_what_no_packing_makes_is_refused() -> None:
