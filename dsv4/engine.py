@@ -32,7 +32,7 @@ from dsv4.parallel.placement import Placement
 from dsv4.parallel.rank_state import allocate_state
 from dsv4.parallel.sharding import local_config
 from dsv4.plan import MemoryPlan, max_context_tokens
-from dsv4.progress import Progress
+from dsv4.progress import Progress, check_functions
 from dsv4.run_stats import RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.speculative.module import DraftModule, allocate_draft, build_draft
@@ -134,6 +134,7 @@ class Engine(EngineInputs):
         ``UserError`` before any weight is read: for a bad folder, when the memory plan does not
         fit, and for a GPU or an installation without the ops that are asked for.
         """
+        check_functions(progress=progress, compiling=compiling, packing=packing, keeping=keeping)
         engine_config = EngineConfig.given(config)
         opened = OpenedCheckpoint.open(path, engine_config)
         opened.plan.refuse_if_too_large()
@@ -170,6 +171,7 @@ class Engine(EngineInputs):
         ``RuntimeError`` when ``progress`` has changed the sequence.
         """
         token_ids = self._ids(token_ids)
+        check_functions(progress=progress)
         self._end_run()
         before = self.position
         check_room(before + len(token_ids), self.max_context)
@@ -271,22 +273,20 @@ class Engine(EngineInputs):
     def _build_steps(self, compiling: Progress | None) -> DirectSteps | RecordedSteps:
         modules = self.draft_modules
         count = drafts_of_a_step(self.engine_config)
-        context = self.max_context
         if isinstance(self.table, DirectTable):
             ops = self.table.ops
             if not modules:
                 return DirectSteps(self.models, self.state, ops)
-            return DraftedSteps(self.models, self.state, ops, modules, count, context)
-        tokens = prefill_tokens(self.engine_config, context)
+            return DraftedSteps(self.models, self.state, ops, modules, count, self.max_context)
+        tokens = prefill_tokens(self.engine_config, self.max_context)
         if not modules:
             return RecordedSteps(self.models, self.state, self.table, tokens, compiling)
         alongs = record_drafts(self.config, modules, self.models, self.state, self.table)
-        return DraftedRecordedSteps(self.models, alongs, tokens, count, context, compiling)
+        return DraftedRecordedSteps(self.models, alongs, tokens, count, self.max_context, compiling)
 
     def _build_decoder(self) -> CUDAGraphDecoder | None:
         steps = self.steps
         mode = self.engine_config.cuda_graph
-        context = self.max_context
         if mode is None:
             return None
         if not isinstance(steps, RecordedSteps):
@@ -294,7 +294,7 @@ class Engine(EngineInputs):
 
         def make(mode: Mode) -> CUDAGraphDecoder:
             if isinstance(steps, DraftedRecordedSteps):
-                return DraftedDecoder(steps, mode, context)
-            return CUDAGraphDecoder(steps, mode, context)
+                return DraftedDecoder(steps, mode, self.max_context)
+            return CUDAGraphDecoder(steps, mode, self.max_context)
 
-        return build_decoder(mode, steps, context, make)
+        return build_decoder(mode, steps, self.max_context, make)

@@ -11,11 +11,11 @@ from dsv4.caches.allocation import chunk_tokens
 from dsv4.config import ModelConfig
 from dsv4.decode import CUDAGraphDecoder
 from dsv4.engine_config import EngineConfig
-from dsv4.generation import USED_OTHERWISE
+from dsv4.generation import USED_OTHERWISE, check_watch
 from dsv4.layers.values import Watch
 from dsv4.limits import MAX_DECODE_TOKENS, MAX_LOGPROBS
 from dsv4.logprobs import TokenLogprobs
-from dsv4.progress import Progress
+from dsv4.progress import Progress, check_functions
 from dsv4.sequence import EngineSequence
 from dsv4.step.chunks import PromptChunks, RunStep, run_chunks, split_ids
 from dsv4.step.direct import DirectSteps
@@ -70,6 +70,7 @@ class EngineInputs(EngineSequence):
         ``RuntimeError`` when ``progress`` has changed the sequence.
         """
         count = check_integer("count", count, 0, MAX_LOGPROBS)
+        check_functions(progress=progress)
         ids = self._whole(token_ids)
         self._start(ids)
         scored = ScoredSteps(self.steps, ids, count)
@@ -96,6 +97,7 @@ class EngineInputs(EngineSequence):
     ) -> None:
         """``trace`` that shows ``watch`` the rows of a value as each step computes them."""
         ids = self._whole(token_ids)
+        check_watch(watch)
         if prompt_tokens is not None:
             check_integer("prompt_tokens", prompt_tokens, 0, len(ids))
         self._start(ids)

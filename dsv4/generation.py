@@ -8,7 +8,7 @@ from itertools import chain
 from dsv4.config import ModelConfig
 from dsv4.errors import UserError, shorten
 from dsv4.layers.values import Watch
-from dsv4.progress import Progress
+from dsv4.progress import Progress, check_functions
 from dsv4.run_stats import DraftStats, FinishReason, RunStats
 from dsv4.sampling import Sampler, SamplingParams
 from dsv4.token_ids import check_ids, check_integer
@@ -43,10 +43,7 @@ class Request:
         in_any_order = list(stops) if isinstance(stops, Set) else stops
         if not isinstance(sampling, Sampler):
             sampling = Sampler(SamplingParams() if sampling is None else sampling)
-        if progress is not None and not callable(progress):
-            raise UserError(
-                f"prefill_progress: found {shorten(progress)}, expected a function or None"
-            )
+        check_functions(prefill_progress=progress)
         return cls(
             token_ids,
             check_integer("max_new_tokens", max_new_tokens, 1),

@@ -42,7 +42,7 @@ from dsv4.parallel.exchange_check import check_exchange
 from dsv4.parallel.placement import Placement, bytes_by_layer
 from dsv4.parallel.sharding import check_divisible
 from dsv4.plan import MemoryPlan, available_bytes, max_context_tokens, plan_memory
-from dsv4.progress import Progress
+from dsv4.progress import Progress, check_functions
 from dsv4.step.planned import PlannedSteps
 from dsv4.token_ids import check_integer
 from dsv4.weights.packing_bytes import is_packed
@@ -142,6 +142,7 @@ class OpenedCheckpoint:
 
     def changed_table(self, change: Callable[[Table], Table] | None) -> Table:
         """The op table, or what ``change`` makes of it. Raises ``UserError`` unless it is one."""
+        check_functions(change_table=change)
         table = self.table if change is None else change(self.table)
         if not isinstance(table, Table):
             raise UserError(f"change_table: returned {shorten(table)}, expected an op table")

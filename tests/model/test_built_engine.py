@@ -131,3 +131,12 @@ def test_a_change_that_returns_no_op_table_is_refused(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", max_context=64)
     with pytest.raises(UserError, match="^change_table: returned None, expected an op table$"):
         Engine.load(tmp_path / "model", config, change_table=forgets)
+
+
+@pytest.mark.parametrize("name", ["progress", "compiling", "packing", "keeping", "change_table"])
+def test_a_word_for_a_function_is_refused(name: str, tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "model", small_config(), "f32", 0)
+    config = EngineConfig(device="cpu", max_context=64)
+    given: dict[str, Any] = {name: "x"}
+    with pytest.raises(UserError, match=f"^{name}: found 'x', expected a function or None$"):
+        Engine.load(tmp_path / "model", config, **given)

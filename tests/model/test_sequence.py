@@ -277,3 +277,13 @@ def test_a_load_that_is_interrupted_leaves_the_ids_of_the_rows(
     with pytest.raises(KeyboardInterrupt):
         engine.load_state(saved)
     assert engine.token_ids == PROMPT[:7]
+
+
+@pytest.mark.parametrize("call", ["prefill", "prompt_logprobs", "run_traced"])
+def test_a_word_for_a_function_is_refused_before_a_run_is_ended(engine: Engine, call: str) -> None:
+    tokens = engine.generate(PROMPT, 4, GREEDY, NO_STOP)
+    next(tokens)
+    arguments = (3, "x") if call == "prompt_logprobs" else ("x",)
+    with pytest.raises(UserError, match=r"^(progress|watch): found 'x', expected a (fu|Watch)"):
+        getattr(engine, call)(PROMPT, *arguments)
+    assert len(list(tokens)) == 3
