@@ -3,6 +3,7 @@
 import json
 import math
 import stat
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,14 @@ def parse_json_object(text: str, source: str) -> dict[str, Any]:
     ``source`` names it in errors (``UserError``).
     """
     try:
+        if text.startswith("\ufeff"):
+            raise ValueError("found a byte order mark, expected none")
         value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_finite
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_int=parse_integer,
+            parse_float=_finite,
+            parse_constant=_finite,
         )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source}: not valid JSON ({error})") from None
@@ -56,6 +63,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"the key {shorten(max(counts, key=counts.__getitem__))} occurs twice")
     return value
+
+
+def parse_integer(text: str) -> int:
+    """An integer of JSON. Raises ``ValueError`` for one of more digits than Python reads, whose own
+    advice is for programmers.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        digits = len(text.removeprefix("-"))
+        expected = f"expected at most {sys.get_int_max_str_digits()}"
+        raise ValueError(f"found an integer of {digits} digits, {expected}") from None
 
 
 def _finite(text: str) -> float:

@@ -5,7 +5,7 @@ Its modules import one another relatively: the package is also loaded as `dsv4.e
 that the folder `encoding/` of a checkpoint in the current directory cannot take.
 """
 
-from .chat_file import load_messages, messages_of_json, messages_of_request, parse_json
+from .chat_file import load_messages, messages_of_json, messages_of_request
 from .completion import (
     Completion,
     ContentDelta,
@@ -17,6 +17,7 @@ from .completion import (
 )
 from .control_tokens import EOS, THINK_OPEN, neutralize
 from .deepseek_v4_encoding import encode_messages, parse_message_from_completion_text
+from .json_text import parse_json
 from .messages import content_text
 from .reasoning_effort import detect_profile, fold_reasoning_effort
 from .render import tool_calls_opening

@@ -1,9 +1,8 @@
 """OpenAI-style chat files → the message list of `encode_messages` (model.md#messages)."""
 
-import json
-import math
 from pathlib import Path
 
+from .json_text import parse_json
 from .messages import parse_tools
 
 
@@ -27,38 +26,6 @@ def load_messages(path: str | Path) -> list[dict]:
 def messages_of_json(text: str | bytes) -> list[dict]:
     """The messages of a chat file's content, as `load_messages` gives them. ValueError."""
     return messages_of_request(parse_json(text))
-
-
-def parse_json(text: str | bytes) -> object:
-    """The value of JSON text. ValueError, also for repeated keys and for numbers that are not
-    finite.
-    """
-    try:
-        return json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_float=_finite,
-            parse_constant=_finite,
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({error})") from error
-
-
-def _finite(text: str) -> float:
-    """Not NaN and the infinities, which Python reads and JSON does not have."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"found {text[:80]}, expected a finite number")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value: dict[str, object] = {}
-    for key, found in pairs:
-        if key in value:
-            raise ValueError(f"the key {key[:80]!r} occurs twice")
-        value[key] = found
-    return value
 
 
 def messages_of_request(request: object) -> list[dict]:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from .json_text import parse_integer
+
 Profile = Literal["preview", "official"]
 
 _ABSOLUTE_MAXIMUM = (
@@ -112,7 +114,7 @@ def detect_profile(checkpoint_dir: str | Path) -> Profile:
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):

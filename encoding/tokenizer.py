@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from .control_tokens import BOS, EOS, WRITTEN_TOKENS
+from .json_text import parse_integer
 from .messages import check_string
 
 # What tokenizers lose or change that are not byte-level BPE without a normalizer. It begins with a
@@ -212,7 +213,9 @@ def _read(file: Path) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
     """What a tokenizer.json says, and the library's tokenizer of it. ValueError names the file."""
     content = file.read_bytes()
     try:
-        declared = json.loads(content)
+        if content.startswith(codecs.BOM_UTF8):
+            raise ValueError("found a byte order mark, expected none")
+        declared = json.loads(content, parse_int=parse_integer)
         _refuse_affixes(declared)
         return declared, tokenizers.Tokenizer.from_buffer(content)
     except (ValueError, RecursionError, *_panics()) as error:

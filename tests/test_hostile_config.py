@@ -116,6 +116,20 @@ def test_a_number_that_is_not_finite_is_named() -> None:
         parse_json_object('{"a": NaN}', "x")
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\ufeff{}", "a byte order mark, expected none"),
+        ('{"a": ' + "9" * 5000 + "}", "an integer of 5000 digits, expected at most 4300"),
+        ('{"a": [-' + "9" * 5000 + "]}", "an integer of 5000 digits, expected at most 4300"),
+    ],
+)
+def test_a_byte_order_mark_and_an_integer_too_long_are_named(text: str, found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_json_object(text, "x")
+    assert str(caught.value) == f"x: not valid JSON (found {found})"
+
+
 def test_json_text_is_parsed() -> None:
     assert parse_json_object(json.dumps({"a": [1, {"b": None}]}), "x") == {"a": [1, {"b": None}]}
 

@@ -5,6 +5,7 @@ import re
 
 from dsv4.cli.input_file import read_input
 from dsv4.errors import UserError, shorten
+from dsv4.json_object import parse_integer
 
 _NUMBER = re.compile(r"[0-9]+")
 _BETWEEN = re.compile(r"\s*,\s*|\s+")
@@ -34,8 +35,8 @@ def parse_token_ids(raw: bytes, file: str) -> list:
         text = raw.decode("utf-8-sig").strip()
         if not text.startswith("["):
             items = _BETWEEN.split(text.strip(",")) if text else []
-            return [int(item) if _NUMBER.fullmatch(item) else item for item in items]
-        return json.loads(text)
+            return [parse_integer(item) if _NUMBER.fullmatch(item) else item for item in items]
+        return json.loads(text, parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"--token-ids: {file}: not a list of token ids ({problem})") from None

@@ -54,7 +54,8 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"[1] 2", "not a list of token ids ("),
         (b"[" * 100_000, "not a list of token ids ("),
         (b"\xff\xfe", "not a list of token ids ("),
-        (b"9" * 5000, "not a list of token ids ("),
+        (b"1 " + b"9" * 5000, "not a list of token ids (found an integer of 5000 digits, exp"),
+        (b"[%s]" % (b"9" * 5000), "not a list of token ids (found an integer of 5000 digits, exp"),
     ],
 )
 def test_what_is_no_list_of_ids_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:

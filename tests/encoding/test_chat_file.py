@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from encoding import encode_messages, load_messages, messages_of_request
+from encoding import encode_messages, load_messages, messages_of_json, messages_of_request
 
 HI = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -83,6 +83,16 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, number: str) -> 
     expected = rf"chat.json: not valid JSON \(found {number}, expected a finite number\)"
     with pytest.raises(ValueError, match=expected):
         load_messages(file)
+
+
+def test_a_byte_order_mark_and_an_integer_too_long_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text('[{"role": "user", "content": -' + "9" * 5000 + "}]")
+    found = r"found an integer of 5000 digits, expected at most 4300"
+    with pytest.raises(ValueError, match=rf"chat.json: not valid JSON \({found}\)$"):
+        load_messages(file)
+    with pytest.raises(ValueError, match=r"^not valid JSON .found a byte order mark, expected no"):
+        messages_of_json("\ufeff[]")
 
 
 def test_tools_given_twice_are_refused() -> None:

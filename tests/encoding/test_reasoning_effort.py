@@ -143,3 +143,11 @@ def test_a_broken_config_is_named(tmp_path: Path, config: str) -> None:
     with pytest.raises(ValueError, match="config.json: ") as error:
         detect_profile(shipped(tmp_path, None, config))
     assert "\n" not in str(error.value)
+
+
+def test_an_integer_that_python_does_not_read_is_named(tmp_path: Path) -> None:
+    config = '{"a": ' + "9" * 5000 + "}"
+    with pytest.raises(
+        ValueError, match=r"config.json: not valid JSON .found an integer of 5000 di"
+    ):
+        detect_profile(shipped(tmp_path, None, config))

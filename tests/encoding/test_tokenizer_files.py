@@ -88,6 +88,21 @@ def test_a_broken_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\ufeff{}", "a byte order mark, expected none"),
+        ('{"a": ' + "9" * 5000 + "}", "an integer of 5000 digits, expected at most 4300"),
+    ],
+)
+def test_what_a_library_would_find_is_said_in_words_of_our_own(
+    tmp_path: Path, text: str, found: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"not a usable tokenizer.json \(found {found}\)$"):
+        Tokenizer(tmp_path)
+
+
 def test_a_missing_file_and_a_foreign_vocabulary_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer.json: no such tokenizer file"):
         Tokenizer(tmp_path)

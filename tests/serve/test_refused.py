@@ -177,6 +177,8 @@ def test_a_wrong_field_is_named(
     [
         (b"", 400, "body: not valid JSON"),
         (b"{", 400, "body: not valid JSON"),
+        (b"\xef\xbb\xbf{}", 400, "body: not valid JSON (found a byte order mark, expected none)"),
+        (b'{"n": %s}' % (b"9" * 5000), 400, "(found an integer of 5000 digits, expected at most"),
         (b"[]", 400, "body: found a JSON list"),
         (b'{"n": 1, "n": 1}', 400, "the key 'n' occurs twice"),
         (b'{"messages": "\xff"}', 400, "body: byte 14 is not UTF-8"),
