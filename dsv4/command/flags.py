@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from dsv4.command.streams import show, silence_stdout
 from dsv4.engine_config import ACTIVATION_MODES, PARALLEL
 from dsv4.errors import UserError, shorten
 
@@ -27,6 +28,15 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises ``UserError`` with argparse's message, without its leading word."""
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
+
+    def _print_message(self, message: str, file: object = None) -> None:
+        """What --help and --version print. Raises ``OSError`` that names stdout: argparse would
+        leave with 0 though nothing was written. A reader that leaves has seen enough.
+        """
+        try:
+            show(message)
+        except BrokenPipeError:
+            silence_stdout()
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -1,5 +1,7 @@
 """Bad input to any command: one line and exit code 2, before anything long begins."""
 
+import errno
+import io
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +33,22 @@ MAINS = {
 def test_an_unknown_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert MAINS[command](["--nonsense"]) == 2
     assert_one_line(capsys)
+
+
+class Full(io.StringIO):
+    """In the place of stdout."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_a_help_that_stdout_does_not_take(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", Full())
+    assert MAINS[command](["--help"]) == 2
+    assert assert_one_line(capsys) == "error: stdout: No space left on device\n"
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,19 @@ def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_reader_that_leaves_a_help_has_seen_enough() -> None:
+    process = start(
+        "sys.stdin.read(); from dsv4.command.flags import OneLineParser; "
+        "OneLineParser().parse_args(['--help'])",
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error() -> None:
     process = start("sys.stdin.read(); print('text')", stdin=subprocess.PIPE)
     assert process.stdout is not None

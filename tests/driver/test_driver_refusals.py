@@ -281,7 +281,7 @@ def test_an_error_behind_shown_tokens_is_reported_with_them(
 
 @pytest.mark.slow
 def test_what_stdout_does_not_take_names_it() -> None:
-    for flags in (["--quiet", "--prompt", "Hi"], ["--plan"]):
+    for flags in (["--quiet", "--prompt", "Hi"], ["--plan"], ["--help"], ["--version"]):
         command = [sys.executable, ROOT / "single_shot_inference.py", *flags]
         with Path("/dev/full").open("wb") as full:
             run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
