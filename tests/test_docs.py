@@ -11,6 +11,7 @@ import pytest
 
 from dsv4.checkpoint import Geometry, geometry_config
 from tests.source_rules import Source, imported_modules, read_sources
+from tests.test_repo_rules import LEAVES
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "docs" / "model.md"
@@ -217,6 +218,12 @@ class Drawn:
             own_row = row == self.places[here][0] and row in self.ends
             if (row, column) < self.places[here] and not own_row:
                 yield f"{source.path}:{line}: {here} imports {there}"
+
+
+def test_the_leaves_are_those_that_contributing_lists() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    row = text.partition("\n| the leaves ")[2].partition("|")[0]
+    assert sorted(f"dsv4.{name}" for name in re.findall(r"`(\w+)`", row)) == sorted(LEAVES)
 
 
 def test_imports_go_as_the_architecture_draws_them() -> None:
