@@ -6,6 +6,10 @@ Dimension key, used as suffixes of tensor names (``q_THD``, ``logits_TV``) throu
 ``N`` listed key rows · ``H`` heads · ``I`` index heads · ``D`` head dim · ``R`` rope dims or low
 rank · ``G`` output groups · ``W`` compressor width · ``E`` model dim · ``F`` expert inner dim ·
 ``X`` experts · ``P`` experts per token · ``M`` residual streams · ``V`` vocabulary.
+
+In a product ``N`` and ``K`` are the rows and the columns of its weight (``x_TK``, ``q_TN``). A
+digit is a size: ``position_1`` has one element. A letter that means something else in one place is
+explained there.
 """
 
 from importlib import import_module
