@@ -114,6 +114,6 @@ def _step_in_parts(steps: RecordedSteps, device: torch.device) -> Step:
     feed = TokenFeed(state.devices, steps.head, 1)
     targets = {device: Target.of(device) for device in state.devices}
     recorder = StepRecorder(steps.table, targets, state, feed.inputs)
-    recorded = record_step(steps.model, state, recorder, logits=True)
+    recorded = record_step(steps.model, state, recorder)
     keep_everything(recorded.recordings[device])
     return Step(recorded, {}, steps.ranks[0].hand_offs, feed)

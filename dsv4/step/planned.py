@@ -123,11 +123,7 @@ def _record(
     given = given_by_host(inputs, model.head_device, channels)
     recorder = StepRecorder(table, targets, state, inputs)
     recorder.await_tokens(given)
-    has_logits = tokens <= MAX_DECODE_TOKENS
     sampler = SamplerState.allocate(torch.device("meta"))
-    loop = None
-    if tokens == 1:
-        ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device="meta")
-        loop = TokenLoopMemory(sampler, ring_R)
+    loop = TokenLoopMemory(sampler, torch.empty(RING_TOKENS, dtype=torch.int64, device="meta"))
     beside = None if along is None else (along, sampler)
-    return record_step(model, state, recorder, has_logits, loop, beside)
+    return record_step(model, state, recorder, loop, beside)

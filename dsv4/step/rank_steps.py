@@ -66,10 +66,8 @@ class RankSteps:
         feed = TokenFeed(self.state.devices, self.head, tokens, shared, self.state.channels)
         recorder = StepRecorder(self.table, self.targets, self.state, feed.inputs, traced)
         recorder.await_tokens(feed.given)
-        has_logits = logits and tokens <= MAX_DECODE_TOKENS
-        one = has_logits and tokens == 1
-        loop = TokenLoopMemory(self.sampler, self.ring.tokens) if one else None
-        return record_step(self.model, self.state, recorder, has_logits, loop, along), feed
+        loop = TokenLoopMemory(self.sampler, self.ring.tokens)
+        return record_step(self.model, self.state, recorder, loop, along, logits), feed
 
     def own_steps(self) -> tuple[list[RecordedStep], list[RecordedStep]]:
         """What runs along has beside the steps of the model, and what of it has memory of its

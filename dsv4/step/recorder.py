@@ -92,6 +92,11 @@ class StepRecorder:
         self._untaken: dict[torch.device, Ends] = {}
 
     @property
+    def tokens_of_step(self) -> int:
+        """The most tokens of a run."""
+        return self._tokens
+
+    @property
     def values(self) -> ValueSink:
         """Those of a traced step, or none, and what listens along."""
         return self._sink
@@ -227,21 +232,21 @@ def record_step(
     model: Transformer,
     state: DecodeState,
     recorder: StepRecorder,
-    logits: bool,
     loop: TokenLoopMemory | None = None,
     along: tuple[Along, SamplerState] | None = None,
+    logits: bool = True,
 ) -> RecordedStep:
-    """The whole model; with ``loop`` (one token) also the choice of the next token and its way back
-    into the input. ``along``: what has parts behind the model, and the sampler for them.
+    """The whole model. Steps of up to 8 tokens have logits, unless ``logits`` is False; one of a
+    single token has with ``loop`` also the choice of the next token and its way back into the
+    input. ``along``: what has parts behind the model, and the sampler for them.
     """
     values = None if along is None else recorder.listen(along[0])
-    outputs = model(recorder, state, logits)
+    outputs = model(recorder, state, logits and recorder.tokens_of_step <= MAX_DECODE_TOKENS)
     head = model.head_device
     token = None
     if along is not None and values is not None:
         along[0].record(recorder, values)
-    if loop is not None:
-        assert outputs.logits_TV is not None, "a token is sampled from logits"
+    if loop is not None and outputs.logits_TV is not None and recorder.tokens_of_step == 1:
         with recorder.part("sample", head) as ops:
             position_1 = state.positions_1[head]
             token = loop.sampler.choose(ops, outputs.logits_TV[-1], position_1)

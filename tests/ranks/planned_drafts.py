@@ -9,7 +9,6 @@ from dsv4.caches.state import DecodeState
 from dsv4.checkpoint import Geometry, geometry_config
 from dsv4.checkpoint.layouts import format_in
 from dsv4.config import ModelConfig
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import CUDA_TABLE
 from dsv4.parallel.placement import Placement
@@ -54,13 +53,10 @@ class PlannedDrafts:
         """A step of the model, with the module's rows if it is ``drafted``."""
         inputs = {self.device: torch.empty(tokens, dtype=torch.int64, device=META)}
         recorder = StepRecorder(CUDA_TABLE, TARGETS, self.state, inputs)
-        loop = None
-        if tokens == 1:
-            ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device=META)
-            loop = TokenLoopMemory(self.sampler, ring_R)
+        ring_R = torch.empty(RING_TOKENS, dtype=torch.int64, device=META)
+        loop = TokenLoopMemory(self.sampler, ring_R)
         along = (self.along, self.sampler) if drafted else None
-        has_logits = tokens <= MAX_DECODE_TOKENS
-        return record_step(self.model, self.state, recorder, has_logits, loop, along)
+        return record_step(self.model, self.state, recorder, loop, along)
 
 
 def planned_drafts(

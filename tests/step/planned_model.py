@@ -22,7 +22,6 @@ from dsv4.launch.items import Call, Item
 from dsv4.launch.recording import Recording
 from dsv4.launch.target import Target
 from dsv4.layers.values import Wants
-from dsv4.limits import MAX_DECODE_TOKENS
 from dsv4.model import Transformer
 from dsv4.ops.tables import CUDA_TABLE, RecordedTable, Table
 from dsv4.ops.trees import tensors_in
@@ -92,7 +91,7 @@ class PlannedModel:
         return replace(self, targets=targets)
 
     def record(
-        self, tokens: int, traced: TracedValues | None = None, logits: bool | None = None
+        self, tokens: int, traced: TracedValues | None = None, logits: bool = True
     ) -> RecordedStep:
         """A step: with logits up to 8 tokens, with the choice of a token where there is one."""
         inputs = {
@@ -102,9 +101,7 @@ class PlannedModel:
         given = given_by_host(inputs, self.model.head_device, self.state.channels)
         recorder = StepRecorder(self.table, self.targets, self.state, inputs, traced)
         recorder.await_tokens(given)
-        has_logits = tokens <= MAX_DECODE_TOKENS if logits is None else logits
-        loop = self.loop if tokens == 1 and has_logits else None
-        return record_step(self.model, self.state, recorder, has_logits, loop)
+        return record_step(self.model, self.state, recorder, self.loop, logits=logits)
 
     def record_traced(self, tokens: int, wants: Wants = lambda name: True) -> RecordedStep:
         """A step that keeps the values that ``wants`` names on its devices."""

@@ -286,7 +286,7 @@ def test_a_recorder_lives_no_longer_than_it_is_used(planned: PlannedModel) -> No
     gone = weakref.ref(recorder)
     gc.disable()
     try:
-        step = record_step(planned.model, planned.state, recorder, True)
+        step = record_step(planned.model, planned.state, recorder)
         assert step.channel_uses
         del recorder
         assert gone() is None
