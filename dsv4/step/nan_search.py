@@ -72,7 +72,7 @@ class NaNSearch:
                 place = self._place(token_ids, prompt_tokens)
         self._state.start_sequence()
         if place is None:
-            return FloatingPointError(f"NaN after {before + len(token_ids)} tokens")
+            return FloatingPointError(f"NaN or infinity after {before + len(token_ids)} tokens")
         return FloatingPointError(place)
 
     def _place(self, token_ids: list[int], prompt_tokens: int) -> str | None:

@@ -35,7 +35,7 @@ def test_every_row_has_a_token_that_can_follow(
 ) -> None:
     rows = [[0.0, 1.0], [0.0, 1.0]]
     rows[place] = faulty
-    with pytest.raises(FloatingPointError, match="^NaN after 6 tokens$"):
+    with pytest.raises(FloatingPointError, match="^NaN or infinity after 6 tokens$"):
         engine._nan.checked(torch.tensor(rows), PROMPT)
     assert engine.position == 0
 
@@ -139,6 +139,6 @@ def test_where_no_memory_is_left_for_a_traced_step_the_error_has_no_name(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(engine.steps, "traced", traced)
-    with pytest.raises(FloatingPointError, match="^NaN after 6 tokens$"):
+    with pytest.raises(FloatingPointError, match="^NaN or infinity after 6 tokens$"):
         engine._nan.checked(torch.tensor([math.nan]), PROMPT)
     assert engine.position == 0
