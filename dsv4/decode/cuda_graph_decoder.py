@@ -1,10 +1,12 @@
 """CUDAGraphDecoder: decode steps as replays of captured graphs, on a stream of its own per device.
 
-Two modes run the same recorded step. ``full``: one graph per device, attention included.
-``split``: per layer a Graph A (mHC seam, norm, projections) and a Graph B (mHC seam, router,
-experts), and between them attention (KV write, compressor, indexer, top-k, FMHA, inverse RoPE,
-output projection) launched eagerly, so that any attention can be put there. How a token flows is
-drawn in docs/decode.md.
+Two modes run the same recorded step. ``full``: one graph per device, attention included (per
+segment where devices do not reach each other's memory). ``split``: per layer a Graph A (mHC seam,
+norm, projections) and a Graph B (mHC seam, router, experts), and between them attention (RoPE, KV
+write, compressor, indexer, top-k, FMHA, inverse RoPE, output projection) launched eagerly, so that
+any attention can be put there; then a graph for what is behind the layers. Steps that are dense
+(docs/decode.md#dense-steps) have graphs of their own where they differ. How a token flows is drawn
+in docs/decode.md.
 """
 
 from collections.abc import Generator, Iterator, Sequence
