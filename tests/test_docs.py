@@ -1,7 +1,9 @@
 """docs/model.md has every section that code, tests and documents refer to, and its tables are those
-of the code; docs/architecture.md has every module, and imports go as it draws them.
+of the code; docs/architecture.md has every module, and imports go as it draws them. What texts name
+as ``dsv4.module.name`` is there.
 """
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".md"}
 NUMBERED_SECTION = re.compile(r"\u00a7|\bspec(ification)? [0-9]", re.IGNORECASE)
 REFERENCE = re.compile(r"\bmodel\.md(?:#([\w-]*))?")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+QUALIFIED_NAME = re.compile(r"`(dsv4(?:\.\w+)+)")
 # In the text, or of what a reference names: where it leads, and to which heading.
 LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )(?!\w+:)([^\s#)]*)#?([\w-]*)", re.MULTILINE)
 
@@ -122,6 +125,49 @@ def test_a_missing_section_and_a_section_number_are_noticed() -> None:
         "a.py:2",
         "a.py:3",
     ]
+
+
+def top_level_names(file: Path) -> Iterator[str]:
+    """What a module defines or imports, by the names that it has there."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        else:
+            yield from (name.id for name in ast.walk(node) if isinstance(name, ast.Name))
+
+
+def names_something(name: str) -> bool:
+    """Whether ``dsv4.a.b`` is a package, a module, or a name of one; further parts are not asked
+    for.
+    """
+    path = ROOT
+    for part in name.split("."):
+        path /= part
+        if path.with_suffix(".py").is_file():
+            rest = name.split(".")[len(path.relative_to(ROOT).parts) :]
+            return not rest or rest[0] in top_level_names(path.with_suffix(".py"))
+        if not path.is_dir():
+            return part in top_level_names(path.parent / "__init__.py")
+    return True
+
+
+def test_names_with_their_module_are_there() -> None:
+    found = [
+        f"{path}: {name}"
+        for path, text in texts()
+        for name in QUALIFIED_NAME.findall(text)
+        if path != "tests/test_docs.py" and not names_something(name)
+    ]
+    assert found == []
+
+
+def test_a_name_that_its_module_lacks_is_noticed() -> None:
+    for name in ("dsv4.step", "dsv4.step.step", "dsv4.step.step.Step.run", "dsv4.ops.TORCH"):
+        assert names_something(name)
+    for name in ("dsv4.nothing", "dsv4.step.Step", "dsv4.step.recorded.Along"):
+        assert not names_something(name)
 
 
 def section(text: str, title: str) -> str:

@@ -1,4 +1,4 @@
-"""A draft module recorded along with every step of the main model (``dsv4.step.recorded.Along``),
+"""A draft module recorded along with every step of the main model (``dsv4.step.along.Along``),
 and the steps of its own.
 """
 
